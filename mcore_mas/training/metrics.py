@@ -124,8 +124,8 @@ def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
 def _replay_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Return the number of alternative replies, and of the tokens of their replays; {} without replays.
 
-    A replay plays a trajectory again from one turn, with an alternative reply in it. The tokens are
-    those that it sampled after the alternative.
+    A replay plays a trajectory again from one turn, with an alternative or an empty reply in it. The
+    tokens are those that it sampled after this reply.
     """
     scores = [turn.scores for trajectory in trajectories for turn in trajectory.turns]
     alternatives = sum(REPLAY_OUTCOME in turn_scores for turn_scores in scores)

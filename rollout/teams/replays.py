@@ -86,7 +86,8 @@ class ReplayedPlay(BranchedPlay):
         self._alternatives: dict[int, list[Turn]] = {}  # by turn
         # By turn: the trajectory's outcome minus that of its replay with an empty reply.
         self._removal_scores: dict[int, float] = {}
-        self._sampled_tokens = 0  # tokens of sampled turns that follow alternatives
+        # Number of tokens that replays sampled after the turn that they change.
+        self._sampled_tokens = 0
 
     async def _play_branches(self) -> None:
         """Play the trajectory to its end, then replay its turns."""
@@ -175,27 +176,35 @@ class ReplayedPlay(BranchedPlay):
         branch = await self._replay_branch(decision, node)
         if branch is None:
             return None
-        recorded = self._recorded
-        recorded_answers = 0
-        sampled_answers = 0
-        for answered in branch.rounds[decision.round + 1 :]:
-            for call, answer in answered:
-                if answer is recorded.get(call_key(call)):
-                    recorded_answers += 1
-                    continue
-                sampled_answers += 1
-                if not isinstance(answer, Exception):
-                    turn, _ = answer
-                    self._sampled_tokens += len(turn.completion_ids)
+        answer_count = sum(len(answered) for answered in branch.rounds[decision.round + 1 :])
+        sampled_answers = self._sampled_answers(branch, decision)
+        self._count_tokens(sampled_answers)
 
         (alternative,) = [turn for turn in branch.episode.turns if turn.node == node]
         scores = {
             **alternative.scores,
             REPLAY_OUTCOME: branch.episode.outcome or 0.0,
-            "replay_sampled": float(sampled_answers),
-            "replay_recorded": float(recorded_answers),
+            "replay_sampled": float(len(sampled_answers)),
+            "replay_recorded": float(answer_count - len(sampled_answers)),
         }
         return replace(alternative, scores=scores)
+
+    def _sampled_answers(self, branch: Branch, decision: _Decision) -> list[CallAnswer]:
+        """Return the answers after a decision that a replay sampled, and did not take from the record."""
+        recorded = self._recorded
+        sampled = []
+        for answered in branch.rounds[decision.round + 1 :]:
+            for call, answer in answered:
+                if answer is not recorded.get(call_key(call)):
+                    sampled.append(answer)
+        return sampled
+
+    def _count_tokens(self, answers: Sequence[CallAnswer]) -> None:
+        """Add the tokens of answers to those that replays have sampled."""
+        for answer in answers:
+            if not isinstance(answer, Exception):
+                turn, _ = answer
+                self._sampled_tokens += len(turn.completion_ids)
 
     async def _replay_without(self, decision: _Decision) -> None:
         """Replay the trajectory with an empty reply at a turn.
@@ -211,6 +220,7 @@ class ReplayedPlay(BranchedPlay):
             empty_answer = (empty_turn, replace(reply, text="", value=None))
             branch = await self._replay_branch(decision, "", {call_key(call): empty_answer})
             if branch is not None:
+                self._count_tokens(self._sampled_answers(branch, decision))
                 without = branch.episode.outcome or 0.0
                 self._removal_scores[decision.turn] = (self.episode.outcome or 0.0) - without
 
@@ -283,8 +293,9 @@ class ReplayedPlay(BranchedPlay):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the trajectory, with the failed replays as dropped branches.
+        """The metrics of the trajectory, the number of failed replays, and `replayed_tokens`.
 
-        `replayed_tokens` is the number of tokens that the replays sampled after their alternatives.
+        Failed replays are counted by reason as `dropped_branches/<reason>`. `replayed_tokens` is the
+        number of tokens that the other replays sampled after the turn that they change.
         """
         return super().metrics | {"replayed_tokens": float(self._sampled_tokens)}

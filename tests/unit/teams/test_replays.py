@@ -288,6 +288,19 @@ def test_the_value_of_a_turn_by_removal_is_the_outcome_minus_that_with_an_empty_
     assert not any("removal" in turn.scores for turn in trajectory.turns if turn.node)
 
 
+def test_the_tokens_of_a_replay_with_an_empty_reply_are_counted() -> None:
+    async def chain(task: Task, team: Any, env: Any) -> None:
+        first = await team.act("a", said="choose")
+        second = await team.act("b", said=f"after {first.text}")
+        await env.step(second.text)
+
+    replies = {("a", 0, ""): "1", ("b", 1, ""): "2", ("a", 0, "1"): "3"}
+    plans = [ReplayPlan(agents={"a"}, alternatives=1, removal=removal) for removal in (False, True)]
+    tokens = [play(chain, seeded(replies)[0], p).metrics["replayed_tokens"] for p in plans]
+    # b replies "2" and the end of the reply after "3", and with `removal` also after an empty reply
+    assert tokens == [2.0, 4.0]
+
+
 def test_a_chat_goes_on_from_the_tokens_of_its_alternative() -> None:
     async def orchestra(task: Task, team: Any, env: Any) -> None:
         chat = team.chat("a")
