@@ -89,7 +89,10 @@ class Chat:
         self._pending_scores: dict[str, float] = {}
 
     async def say(self, text: str) -> AgentReply:
-        """Send a message and return the agent's reply; open tool calls are answered as not made."""
+        """Send a message and return the agent's reply.
+
+        Tool calls of the latest reply that have no result yet are not made: their result says so.
+        """
         for call in self._open_calls:
             self._add_result(call, _UNANSWERED)
         self.messages.append(Message(role="user", content=text))
@@ -133,7 +136,7 @@ class Chat:
         """Add messages to the conversation and return the agent's reply, for the gateway.
 
         The gateway's client makes the tool calls itself. Therefore the messages include the tools'
-        results, and open tool calls are not answered as in `say`.
+        results, and unlike `say`, this adds no results.
 
         Args:
             messages: new messages of the conversation.
@@ -345,7 +348,10 @@ class Chat:
         return True
 
     async def sum_up(self) -> bool:
-        """Replace the chat by the summariser's summary; return False if it has no reply to sum up."""
+        """Replace the chat by the summariser's summary; return False if it has no reply to sum up.
+
+        If the chat is too long for the summariser too, only its newer half is summed up, and so on.
+        """
         if not any(message.role == "assistant" for message in self.messages):
             return False
         spoken = [message for message in self.messages if message.role != "system"]

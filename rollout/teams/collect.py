@@ -200,11 +200,12 @@ class Collector:
         batch_left_s = self._batch_left_s()
         limits = [limit for limit in (batch_left_s, deadlines.trajectory_s) if limit is not None]
         timeout_s = min(limits, default=None)
-        batch_ends_first = timeout_s == batch_left_s
+        batch_ends_first = batch_left_s is not None and timeout_s == batch_left_s
         playing = asyncio.create_task(play.play())
         try:
             awaited = {playing, quota.filled} if quota else {playing}
             await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            # A group that is full takes no further trajectory, even one that has ended meanwhile.
             if quota and quota.filled.done():
                 error = f"its group was full while it waited for {play.waiting}"
                 ending = _Ending(status=Status.ABORTED, error=error)
@@ -212,7 +213,7 @@ class Collector:
                 playing.result()
                 if quota and not play.error:
                     quota.count()
-                return _ending(play)
+                ending = _ending(play)
             elif batch_ends_first:
                 ending = _late_ending("batch", Status.ABORTED, deadlines.batch_s, play)
             else:

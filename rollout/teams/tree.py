@@ -147,10 +147,10 @@ class Tree(BranchedPlay):
         self._side_tools: list[ToolEvent] = []
 
     async def _play_branches(self) -> None:
-        """Grow the tree to its end, and set `error` to the error of the branch that was continued.
+        """Play rounds until the branch that continues has ended; set `error` if it has failed.
 
-        That branch has an error if all branches of a round have failed, or if it failed before the
-        first round.
+        A failed branch is only continued if no other one is left: if all branches of a round have
+        failed, or if the first branch failed before the first round.
         """
         while not self._branches[0].ended:
             await self._play_round()
