@@ -18,7 +18,7 @@ class MetricsError(ValueError):
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run's steps.
+    """Read the metrics of a run's steps, of which the file must have at least one.
 
     Raises:
         MetricsError: the file cannot be read, its lines hold no JSON object, a row has no step, or
