@@ -35,13 +35,14 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         sys.path.append(str(project))
 
     def relocate(text: str) -> str:
-        path = Path(text)
+        prefix = _SQLITE if text.startswith(_SQLITE) else ""
+        path = Path(text.removeprefix(prefix))
         if path == written_folder or written_folder in path.parents:
-            return str(folder / path.relative_to(written_folder))
+            return prefix + str(folder / path.relative_to(written_folder))
         if project is None:
             return text
-        if text.startswith(_SQLITE):
-            return _SQLITE + str(project / text.removeprefix(_SQLITE))
+        if prefix:
+            return prefix + str(project / path)
         is_in_project = "/" in text and not _exists(path) and _exists(project / path)
         return str(project / path) if is_in_project else text
 

@@ -69,5 +69,14 @@ def test_a_moved_run_has_the_paths_of_its_new_folder(project: Path, tmp_path: Pa
     assert values["policy_defaults"]["model"] == "models/tiny"
 
 
+def test_a_database_in_the_folder_of_a_moved_run_moves_with_it(
+    project: Path, tmp_path: Path
+) -> None:
+    moved = (project / "results" / "mine").rename(tmp_path / "renamed")
+    written = {**VALUES, "tracking": {"uri": "sqlite:///results/mine/mlflow.db"}}
+    values = relocate_paths(written, moved / "config.yaml")
+    assert values["tracking"]["uri"] == f"sqlite:///{moved}/mlflow.db"
+
+
 def test_a_config_without_a_run_beside_it_is_unchanged(tmp_path: Path) -> None:
     assert values_at(tmp_path) == VALUES
