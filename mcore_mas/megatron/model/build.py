@@ -54,16 +54,16 @@ def layer_specs(
         kind: key of `LAYERS`.
         vp_stage: number of the stage among those of this rank, if it has several.
     """
-    make_layer, final_norm_class = LAYERS[kind]
-    dense = make_layer(config, None)
+    make_layer_spec, get_norm_class = LAYERS[kind]
+    dense = make_layer_spec(config, None)
     layers = [dense] * get_num_layers_to_build(config, vp_stage)
     if config.num_moe_experts:
-        sparse = make_layer(config, config.num_moe_experts)
+        sparse = make_layer_spec(config, config.num_moe_experts)
         first_layer = get_transformer_layer_offset(config, vp_stage)
         for index in range(len(layers)):
             if config.moe_layer_freq[first_layer + index]:
                 layers[index] = sparse
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm_class())
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=get_norm_class())
 
 
 def _core_attention(config: TransformerConfig) -> type[torch.nn.Module]:

@@ -80,6 +80,8 @@ class PackedGPTModel(GPTModel):
     ) -> None:
         """Set the rows that the next forward pass returns; call it before each forward pass.
 
+        Where the last layer drops tokens that predict nothing, `layout.predictors` is set as well.
+
         Args:
             microbatch: this rank's tokens and rows.
             layout: layout of the same micro-batch; handed to the forward pass as `packed_seq_params`.
@@ -89,9 +91,10 @@ class PackedGPTModel(GPTModel):
         self._row_gradients = row_gradients
         self._row_positions = microbatch.predictors
         if self._narrows_last_layer:
-            layout.predictors, self._row_positions = microbatch.predictors.unique(
-                return_inverse=True
-            )
+            # Several rows may have the same predictor, whose output is computed once.
+            predictors, positions = microbatch.predictors.unique(return_inverse=True)
+            layout.predictors = predictors
+            self._row_positions = positions
 
     def _narrow_attention(
         self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Tensor

@@ -173,8 +173,8 @@ class GroupedExperts(torch.nn.Module):
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self._is_aligned = ffn % _ROW_MULTIPLE == 0 and hidden % _ROW_MULTIPLE == 0
-        self.linear_fc1 = GroupedLinear(config, num_local_experts, 2 * ffn, hidden, cut=0)
-        self.linear_fc2 = GroupedLinear(config, num_local_experts, hidden, ffn, cut=1)
+        self.linear_fc1 = GroupedLinear(config, num_local_experts, 2 * ffn, hidden, partition_dim=0)
+        self.linear_fc2 = GroupedLinear(config, num_local_experts, hidden, ffn, partition_dim=1)
 
     def forward(self, rows: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Apply each expert to its rows.
@@ -209,20 +209,26 @@ class GroupedLinear(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, experts: int, outputs: int, inputs: int, *, cut: int
+        self,
+        config: TransformerConfig,
+        experts: int,
+        outputs: int,
+        inputs: int,
+        *,
+        partition_dim: int,
     ) -> None:
         """Allocate the parameter.
 
         Args:
             experts: number of experts on this rank.
             outputs, inputs: sizes of an expert's weight on this rank.
-            cut: dimension of the weight that tensor parallelism splits.
+            partition_dim: dimension of the weight that tensor parallelism splits.
         """
         super().__init__()
         weight: Any = torch.nn.Parameter(
             torch.empty(experts * outputs, inputs, dtype=config.params_dtype, device=rank_device())
         )
-        set_tensor_model_parallel_attributes(weight, True, cut, 1)
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, 1)
         # False tells Megatron that only the ranks with the same experts sum this weight's gradient.
         weight.allreduce = config.expert_model_parallel_size == 1
         self._name = f"weight0-{experts - 1}"

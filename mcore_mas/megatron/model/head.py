@@ -96,7 +96,8 @@ def logprobs_and_entropy(
         vocab: tokens of the vocabulary; padding rows beyond it get no probability.
         is_embedding: True if the weight is also the embedding of this pipeline stage, so that
             autograd adds the embedding's gradient of the weight to the head's.
-        exact: True if the bits of a row's logits must not depend on the other rows.
+        exact: True if the bits of a row's logits must not depend on the other rows. Not used
+            on a GPU.
         masks, mask_rows: sampling masks, as in `Microbatch`; None allows all tokens.
         row_gradients: returns the gradients that the backward pass will be given for a chunk of rows;
             None if they cannot be known in the forward pass. Not used on a CPU.
@@ -157,8 +158,8 @@ class ChunkedHead(torch.autograd.Function):
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
-        # Of each row: the largest logit; after its subtraction from the logits z, the sum of
-        # exponentials Z (the partition function), the expected logit E[z] and the label's logit.
+        # `peak` is the largest logit of each row. The others are computed from z = logits − peak:
+        # the partition function Z = Σ e^z, the expected logit E[z], and the label's z.
         peak, partition, expected_logit, label_logit = torch.zeros(
             4, len(labels), device=hidden.device
         )

@@ -392,12 +392,12 @@ _queries_and_keys_gradient.register_fake(
 class KernelQueriesAndKeys(torch.autograd.Function):
     """`apply(packed, query_weight, key_weight, angles, head_sizes, eps)`: queries, keys and values.
 
-    `packed` is [T, 1, kv_heads (group + 2) d], the result of the linear layer, with the queries of a
-    group, the key and the value of each key/value head. `head_sizes` is (group, kv_heads, d), where
-    `group` is the number of query heads of a key/value head. Queries and keys are normalized by
-    `KernelNorm`'s formula, unless the weights are None, and then rotated by `angles` [T, 1, 1, d]
-    (RoPE, arXiv 2104.09864). The results are [T, 1, heads, d]; the values are a view. Gradients of
-    the weights are added to Megatron's float32 buffers, if there are any.
+    `packed` is [T, 1, kv_heads (group + 2) d], the result of the linear layer: for each key/value
+    head, the query heads that share it, the key and the value. `head_sizes` is (group, kv_heads, d),
+    where `group` is the number of query heads that share a key/value head. Queries and keys are
+    normalized by `KernelNorm`'s formula, unless the weights are None, and then rotated by `angles`
+    [T, 1, 1, d] (RoPE, arXiv 2104.09864). The results are [T, 1, heads, d]; the values are a view.
+    Gradients of the weights are added to Megatron's float32 buffers, if there are any.
     """
 
     @staticmethod

@@ -142,16 +142,17 @@ class BlockPlan:
 
     The plan is made on the host, once for all layers. The queries that attend to a key are one
     range, from the key's token to the end of the subtree of its segment. The queries that attend to
-    any key of a block are one range as well. A block of queries attends to scattered blocks of
-    keys, which are listed.
+    any key of a block are one range as well: the kernel of the gradients of keys and values goes
+    through this range. The two other kernels go through the blocks of keys that a block of queries
+    attends to. These are scattered, so they are listed.
 
     Attributes:
         sizes: sizes of the tiles.
         ends: [T] int32, first token after the subtree of each token's segment.
         key_blocks: [pairs] int32, the blocks of keys that each block of queries attends to; those
-            without a mask come first.
+            that need no mask come first.
         key_block_offsets: [blocks of queries + 1] int32, first index into `key_blocks` of each
-            block of queries, and the number of pairs.
+            block of queries, and last the number of pairs.
         first_masked: [blocks of queries] int32, first index into `key_blocks` of a block that needs
             the mask.
         smallest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the smallest end in each.
@@ -187,8 +188,11 @@ class BlockPlan:
         is_before = first_key + sizes.keys - 1 <= first_query
         is_unmasked = is_visible & is_before & (smallest_end >= stop_query)
 
+        # Pairs are sorted by block of queries; of each, the unmasked blocks of keys come first.
+        # np.lexsort takes the most significant key last.
         query_block, key_block = np.nonzero(is_visible)
-        order = np.lexsort((key_block, ~is_unmasked[query_block, key_block], query_block))
+        needs_mask = ~is_unmasked[query_block, key_block]
+        order = np.lexsort((key_block, needs_mask, query_block))
         offsets = np.concatenate([[0], np.cumsum(is_visible.sum(1))])
         smallest_end_kv, largest_end_kv = _extreme_ends(token_ends, sizes.keys_kv)
         return cls(
@@ -323,13 +327,22 @@ def _attention_calls(
 
 
 def _cut_range(token_range: slice, max_block_tokens: int) -> list[slice]:
-    """Cut a range into as few blocks as possible, of about the same length."""
+    """Cut a range into as few blocks as possible.
+
+    All blocks but the last have the same length, a multiple of `_CPU_MULTIPLE`. The last one may be
+    much shorter.
+
+    Args:
+        token_range: range to cut.
+        max_block_tokens: largest length of a block; a multiple of `_CPU_MULTIPLE` if the range is
+            longer.
+    """
     tokens = token_range.stop - token_range.start
     if tokens <= max_block_tokens:
         return [token_range]
     blocks = -(-tokens // max_block_tokens)
     length = -(-tokens // blocks)
-    length += -length % _CPU_MULTIPLE
+    length += -length % _CPU_MULTIPLE  # round up
     return [
         slice(start, min(start + length, token_range.stop))
         for start in range(token_range.start, token_range.stop, length)

@@ -42,6 +42,7 @@ class EngineRoutingReplay(RouterReplay):
         if self.recorded is None:
             return values, own_choice
         recorded = self.recorded.to(own_choice.dtype)
+        # `UNKNOWN_EXPERT` is read as 255 if an index has one byte, and as -1 if it has two.
         is_known = (recorded >= 0) & (recorded < scores.shape[1])
         experts = torch.where(is_known, recorded, own_choice)
         return scores.gather(1, experts), experts

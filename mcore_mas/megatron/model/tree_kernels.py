@@ -33,8 +33,8 @@ _SMALLEST_END = tl.constexpr(4)
 _LARGEST_END = tl.constexpr(5)
 _TOKENS = tl.constexpr(6)
 _HEADS = tl.constexpr(7)
-_LOG2_SCALE = tl.constexpr(8)  # scale of the scores, times log2 e
-_SCALE = tl.constexpr(9)
+_SCALE_TIMES_LOG2_E = tl.constexpr(8)  # weights are powers of 2 of the scores
+_SCALE = tl.constexpr(9)  # softmax scale
 
 # Elements of `shape`.
 _GROUP = tl.constexpr(0)  # heads that share a key/value head
@@ -151,7 +151,7 @@ def _scores(
     shape: tl.constexpr,
 ):
     """Return q kᵀ · scale · log2 e [rows, keys]; with `masked`, −∞ where a query does not attend."""
-    scores = _product(queries, tl.trans(keys), None, shape) * plan[_LOG2_SCALE]
+    scores = _product(queries, tl.trans(keys), None, shape) * plan[_SCALE_TIMES_LOG2_E]
     if masked:
         # A token that does not exist ends at 0, so no query attends to it.
         end = tl.load(plan[_ENDS] + key_token, mask=key_exists, other=0)
@@ -316,7 +316,7 @@ def _add_key_gradients(
     # The scores have keys as rows, so that the weights enter the next product without being
     # transposed, which would spill registers. A query row that is not used has an output gradient
     # and a delta of 0, so it adds nothing.
-    scores = _product(keys, tl.trans(queries), None, shape) * plan[_LOG2_SCALE]
+    scores = _product(keys, tl.trans(queries), None, shape) * plan[_SCALE_TIMES_LOG2_E]
     if masked:
         attends = (key_token[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         scores = tl.where(attends, scores, float("-inf"))
