@@ -215,7 +215,7 @@ def request_body(
     if sampling.grammar:
         sampling_params["ebnf"] = sampling.grammar  # the llguidance backend takes Lark here too
     if seeded:
-        # Our seeds are unsigned with 64 bits, and SGLang's are signed.
+        # Our seeds are unsigned 64-bit integers, and SGLang's are signed; 31 bits fit both.
         sampling_params["sampling_seed"] = sampling.seed % 2**31
     body: dict[str, Any] = {
         "rid": uuid.uuid4().hex,

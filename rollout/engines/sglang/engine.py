@@ -35,7 +35,7 @@ from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.memory import memory_path
 from rollout.sync.transport import ServerOptions, SyncRoute, WeightUpdate
 
-_IDLE_S = 60.0  # seconds that aborted requests may take to end before servers sleep
+_IDLE_TIMEOUT_S = 60.0  # seconds that aborted requests may take to end before servers sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +358,13 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             await self._lost_weights.wait_until_restored(self.transport)
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Free the servers' memory; they must be idle and started with enable-memory-saver."""
-        await self.fleet.call_all(f"/flush_cache?timeout={_IDLE_S:g}", {})
+        """Free the servers' memory; they must have been started with enable-memory-saver.
+
+        Raises:
+            EngineError: a server still runs requests after `_IDLE_TIMEOUT_S`.
+        """
+        # SGLang flushes its cache once no request runs, and fails after the timeout.
+        await self.fleet.call_all(f"/flush_cache?timeout={_IDLE_TIMEOUT_S:g}", {})
         await self.fleet.free_memory(tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
