@@ -253,20 +253,23 @@ def discounts(
     # (R, n of the hop rules, n of the turn rules) -> r.
     # Source: Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward.
     reward_by_mode: dict[Mode, Callable[[float, int, int], float]] = {
-        "hop_weighted": lambda r, hop, turn: r * min(1.0, (hop + 1) / max_hops),
-        "hop_discount": lambda r, hop, turn: r * gamma ** max(0, max_hops - hop),
-        "turn_weighted": lambda r, hop, turn: r * min(1.0, (turn + 1) / max_turns),
-        "discount": lambda r, hop, turn: r * gamma ** max(0, max_turns - turn),
-        "binary": lambda r, hop, turn: float(r > threshold),
-        "normalized": lambda r, hop, turn: min(max(r, -1.0), 1.0),
-        "shaped": lambda r, hop, turn: min(max(r * min(1.0, (turn + 1) / max_turns), -1.0), 1.0),
+        "hop_weighted": lambda r, hop_n, turn_n: r * min(1.0, (hop_n + 1) / max_hops),
+        "hop_discount": lambda r, hop_n, turn_n: r * gamma ** max(0, max_hops - hop_n),
+        "turn_weighted": lambda r, hop_n, turn_n: r * min(1.0, (turn_n + 1) / max_turns),
+        "discount": lambda r, hop_n, turn_n: r * gamma ** max(0, max_turns - turn_n),
+        "binary": lambda r, hop_n, turn_n: float(r > threshold),
+        "normalized": lambda r, hop_n, turn_n: min(max(r, -1.0), 1.0),
+        "shaped": lambda r, hop_n, turn_n: min(
+            max(r * min(1.0, (turn_n + 1) / max_turns), -1.0), 1.0
+        ),
     }
 
     def rewards(trajectory: Trajectory) -> list[float]:
         team_outcome = outcome(trajectory)
         turn_numbers = number_turns_by_agent(trajectory.turns)
         return [
-            reward_by_mode[mode](team_outcome, hop, turn) for hop, turn in enumerate(turn_numbers)
+            reward_by_mode[mode](team_outcome, hop_n, turn_n)
+            for hop_n, turn_n in enumerate(turn_numbers)
         ]
 
     return allocate(group, rewards)

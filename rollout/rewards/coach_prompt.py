@@ -41,7 +41,7 @@ def answers_first(turn: Turn, config: CoachConfig) -> bool:
 
 
 def _further_score_lines(turn: Turn, config: CoachConfig) -> list[str]:
-    """Return the lines of a verdict with scores in addition to the process score."""
+    """Return the prompt's lines that request scores in addition to the process score."""
     lines = []
     if config.outcome:
         lines.append(_TEXTS["outcome"])
@@ -121,12 +121,12 @@ def _is_visible(event: ToolEvent, turn: Turn) -> bool:
     return is_on_path and event.after_turn <= turn.index
 
 
-def _listed_files(events: Iterable[ToolEvent], last_turn: int) -> str:
-    """Return the latest listing of the work folder up to the end of turn `last_turn`; "" if there is none."""
+def _listed_files(events: Iterable[ToolEvent], last_turn_index: int) -> str:
+    """Return the latest listing of the work folder up to the end of a turn; "" if there is none."""
     listings = [
         event.result
         for event in events
-        if event.tool == FILES_TOOL and event.after_turn <= last_turn
+        if event.tool == FILES_TOOL and event.after_turn <= last_turn_index
     ]
     return listings[-1] if listings else ""
 

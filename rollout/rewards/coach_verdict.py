@@ -1,4 +1,4 @@
-"""Parser of a coach's verdict: lines such as `PROCESS_SCORE: 7` at the end of a reply."""
+"""Parser of a coach's verdict: lines such as `PROCESS_SCORE: 7` anywhere in a reply."""
 
 import math
 import re
