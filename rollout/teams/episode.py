@@ -137,7 +137,7 @@ class Episode:
         """Close the tools or the environment; an error fails the episode, unless it has failed already."""
         try:
             await self._timed(call_name, close)
-        except EnvError as failure:
+        except (EngineError, EnvError) as failure:
             if not self.error:
                 self._fail(failure)
 

@@ -175,6 +175,20 @@ def test_a_bug_of_an_environment_fails_only_its_trajectory(where, error):
     assert rollout_metrics(groups)["outcome/mean"] == 1.0  # of the other two
 
 
+def test_an_engine_that_fails_as_an_environment_closes_fails_only_that_trajectory():
+    class AskingJudge(Adder):
+        async def open(self, task):
+            self.id = task.id
+
+        async def close(self):
+            if self.id == "1":
+                raise EngineError("the judge does not answer")
+
+    groups, _ = play(ask, Slow(), tasks=tasks(1, 1, 1), make_env=AskingJudge)
+    errors = [t.error for group in groups for t in group.trajectories]
+    assert errors == ["", "EngineError: the judge does not answer", ""]
+
+
 def test_a_bug_in_making_tools_fails_only_its_trajectory():
     calls = []
 
