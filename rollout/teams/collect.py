@@ -67,8 +67,8 @@ class Collector:
     """Collector of one step's trajectories, with a team, an environment and an orchestra.
 
     Attributes:
-        policies_of: returns, for the id of a task, the policy by agent of those agents that do not
-            play their own policy in the task's trajectories; None: all agents play their own.
+        policies_of: returns, for the id of a task, the policies that replace those of some agents in
+            the task's trajectories, by agent; None: no policy is replaced.
     """
 
     team: Team

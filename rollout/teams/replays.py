@@ -1,9 +1,9 @@
-"""Counterfactual replays: other replies at each turn, each played to its outcome (C3, arXiv 2603.06859).
+"""Counterfactual replays: alternative replies to a turn, each played to its outcome (C3, arXiv 2603.06859).
 
-A trajectory is played first. Then, turn by turn, its history is repeated from the record, another
-reply to the same prompt is sampled, and the trajectory is continued with this alternative. The
-continuation has the seeds of the trajectory, and a call that does not change gets the recorded
-reply. So two outcomes differ only by what the alternative has changed.
+A trajectory is played first. Then, for each of its turns, the history is repeated from the record,
+another reply to the same prompt is sampled, and the trajectory is continued with this alternative.
+The continuation has the seeds of the trajectory, and a call with the same prompt as in the trajectory
+gets the recorded reply. So outcomes differ only because of the alternative.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ReplayedPlay(BranchedPlay):
         self._alternatives: dict[int, list[Turn]] = {}  # by turn
         # By turn: the trajectory's outcome minus that of its replay with an empty reply.
         self._removal_scores: dict[int, float] = {}
-        # Number of tokens that replays sampled after the turn that they change.
+        # Number of tokens that successful replays sampled after the turn that they change.
         self._sampled_tokens = 0
 
     async def _play_branches(self) -> None:
@@ -296,6 +296,6 @@ class ReplayedPlay(BranchedPlay):
         """The metrics of the trajectory, the number of failed replays, and `replayed_tokens`.
 
         Failed replays are counted by reason as `dropped_branches/<reason>`. `replayed_tokens` is the
-        number of tokens that the other replays sampled after the turn that they change.
+        number of tokens that the successful replays sampled after the turn that they change.
         """
         return super().metrics | {"replayed_tokens": float(self._sampled_tokens)}

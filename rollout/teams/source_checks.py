@@ -1,4 +1,8 @@
-"""Checks of an orchestra's source before a run starts: agents, slots that it fills, misused attributes."""
+"""Checks of an orchestra's source before a run starts.
+
+They find the agents that an orchestra asks, the slots of their user templates that it fills, and
+misuse of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -288,10 +292,10 @@ def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str]:
 def _missing_attribute(
     nodes: Sequence[ast.AST], name: str, accesses: Sequence[ast.Attribute], class_: type
 ) -> str:
-    """Describe the first attribute that `class_` lacks; return "" if there is none.
+    """Describe the first accessed attribute that `class_` lacks; return "" if there is none.
 
-    Attributes that the function sets itself, or names in a string literal, as for `hasattr`, count as
-    existing.
+    An attribute counts as existing if the function sets it, or if its name is a string literal of the
+    function, as for `hasattr`.
     """
     # Attributes that __init__ sets are not in dir(), but in the co_names of its code.
     existing = {*dir(class_), *class_.__init__.__code__.co_names}  # type: ignore[misc]

@@ -60,7 +60,7 @@ class Team:
     max_turns: int | None = None  # of a trajectory, or of each branch of a tree; None: no limit
 
     def session(self, *seed_path: int | str, calls: CallRecord | None = None) -> TeamSession:
-        """Return the team's session of one trajectory.
+        """Return a new session for one trajectory.
 
         Args:
             seed_path: keys of the trajectory, such as seed, step, task and sample, from which its

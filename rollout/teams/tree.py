@@ -31,7 +31,7 @@ from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.roles import AgentReply
 from rollout.teams.team import Call, RecordedReply, Team, TeamSession
 
-# cycles of the event loop in which nested gathers start their calls and hand results on
+# Cycles of the event loop after which nested gathers have started their calls and handed on results.
 _SETTLE_CYCLES = 8
 
 TurnReply = tuple[Turn, AgentReply]  # record of a turn, and the reply that the orchestra gets
@@ -325,10 +325,12 @@ class Branch:
             self._task.add_done_callback(lambda _: session.changed.set())
         while not self._task.done():
             session.changed.clear()
-            # Every wait is for an open call: no step is under way, and every reply was taken.
+            # Every open call has a waiting task. Equal numbers mean that no task waits for a step or a
+            # tool.
             only_calls_pending = len(session.open) == len(session.waiting)
             if session.open and only_calls_pending:
-                # A single task settles in one cycle; nested gathers need several.
+                # Tasks may still take their answers or make further calls, which sets `changed`. A
+                # single task does so in one cycle; nested gathers need several.
                 cycles = 1 if session.tasks == {self._task} else _SETTLE_CYCLES
                 for _ in range(cycles):
                     await asyncio.sleep(0)
