@@ -16,8 +16,8 @@ _State = TypeVar("_State", bound=Hashable)
 InformationSet = tuple[str, str]
 # Probability of each legal action, by information set.
 Strategy = Mapping[InformationSet, Mapping[str, float]]
-# Probability of each state if the player's own actions lead to it: only the deal and the actions of
-# the opponent are random.
+# Probability of each state (counterfactual reach): the player is taken to choose the actions that lead
+# to it, so only the deal and the opponent's actions are random.
 _Weights = dict[_State, float]
 
 

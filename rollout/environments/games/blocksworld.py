@@ -114,15 +114,17 @@ def _bottom_parts(stacks: Stacks) -> list[tuple[str, ...]]:
 
 
 def _parse_stacks(text: str) -> Stacks:
-    """Return the stacks of a line.
+    """Parse a line such as `A B | C`; return the empty set if it is not a legal one.
 
-    There are none if a stack is empty, a block is not a letter, or a block is named twice.
+    Every stack needs a block, every block is a capital letter, and no block is named twice.
     """
     stacks = [tuple(stack.split()) for stack in text.split("|")]
     blocks = list(chain(*stacks))
-    legal = all(stacks) and all(_BLOCK.fullmatch(block) for block in blocks)
-    legal = legal and len(set(blocks)) == len(blocks)
-    return frozenset(stacks) if legal else frozenset()
+    if not all(stacks) or not all(_BLOCK.fullmatch(block) for block in blocks):
+        return frozenset()
+    if len(set(blocks)) < len(blocks):
+        return frozenset()
+    return frozenset(stacks)
 
 
 @lru_cache(maxsize=1024)

@@ -372,9 +372,13 @@ class PuzzleSource(Protocol):
         return None
 
     def slip(self, random: Random, actions: str) -> str:
-        """Return the list `actions`, which is right, with one mistake put in at random.
+        """Return a list of actions with one action changed at random, so that it has a mistake.
 
         Demonstrations show such a list if their teacher slips.
+
+        Args:
+            random: source of randomness.
+            actions: a list that solves a puzzle.
         """
 
 

@@ -137,7 +137,7 @@ class PlanPath(_GridGame[Walk]):
         goals = [cell for cell, sign in cells.items() if sign == "G"]
         if len(starts) != 1 or len(goals) != 1:
             raise puzzles.BadPuzzle(
-                "Plan-Path: expected a grid with one S and one G below its first line"
+                "Plan-Path: expected the positions of S and G, and below them a grid with one S and one G"
             )
         free = frozenset(cell for cell, sign in cells.items() if sign != "#")
         way = shortest_way(free, starts[0], goals[0])

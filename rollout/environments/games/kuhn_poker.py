@@ -1,7 +1,7 @@
-"""Kuhn poker, the smallest poker: three cards, one of which each player gets, and one bet.
+"""Kuhn poker, the smallest poker: each player gets one of three cards, and there is one bet.
 
-Source: H. W. Kuhn, A simplified two-person poker, 1950. With the best play of both, the first player
-loses 1/18 of a point per game.
+Source: H. W. Kuhn, A simplified two-person poker, 1950. If both play their best, the first player
+loses 1/18 of a point per game on average.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Leduc poker: six cards, of which each player gets one and one lies open, and two rounds of bets.
+"""Leduc poker: each player gets one of six cards, another lies open, and there are two rounds of bets.
 
 Source: F. Southey et al., Bayes' bluff: opponent modelling in poker, UAI 2005.
 """
@@ -54,8 +54,11 @@ class LeducPoker(ZeroSumGame[LeducHand]):
 
     def player(self, state: LeducHand) -> str | None:
         actions = state.rounds[-1]
-        is_over = _round_is_over(actions) and (len(state.rounds) == 2 or actions[-1] == "fold")
-        return None if is_over else (FIRST, SECOND)[len(actions) % 2]
+        # If a call ends the first round, `play` begins the second one at once. So a latest round that
+        # is over ends the game.
+        if _round_is_over(actions):
+            return None
+        return (FIRST, SECOND)[len(actions) % 2]
 
     def observe(self, state: LeducHand) -> str:
         player = len(state.rounds[-1]) % 2

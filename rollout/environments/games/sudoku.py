@@ -164,14 +164,16 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
             return
         candidates = random.sample(digits, size) if random else digits
         for digit in candidates:
-            if not excluded >> digit & 1:
-                cells[best] = digit
-                for unit in units[best]:
-                    used[unit] |= 1 << digit
-                yield from search()
-                cells[best] = 0
-                for unit in units[best]:
-                    used[unit] &= ~(1 << digit)
+            is_excluded = excluded >> digit & 1
+            if is_excluded:
+                continue
+            cells[best] = digit
+            for unit in units[best]:
+                used[unit] |= 1 << digit
+            yield from search()
+            cells[best] = 0
+            for unit in units[best]:
+                used[unit] &= ~(1 << digit)
 
     yield from search()
 
@@ -279,7 +281,11 @@ class SudokuSource(PuzzleSource):
     name_format = "sudoku_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Draw a full grid and remove digits in random order, while the solution stays unique."""
+        """Draw a full grid, and remove digits in random order until `givens` are left.
+
+        A digit stays if the grid would have several solutions without it. If too many digits stay, the
+        draw has no puzzle.
+        """
         grid = next(solutions((0,) * self.size**2, random))
         if self.size == 9 and not owns(_canonical(grid)):
             return None
@@ -306,7 +312,7 @@ class SudokuSource(PuzzleSource):
 
     @property
     def _givens(self) -> int:
-        """Number of given digits, by default that of the size."""
+        """Number of given digits: `givens`, or the default for the size if it is null."""
         return _DEFAULT_GIVENS[self.size] if self.givens is None else self.givens
 
 

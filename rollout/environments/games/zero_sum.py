@@ -50,7 +50,7 @@ class ZeroSumGame(Protocol[_State]):
         """Return the player whose turn it is; None at the end of the game."""
 
     def observe(self, state: _State) -> str:
-        """Return what the player whose turn it is has seen so far.
+        """Return everything that the player whose turn it is has seen so far.
 
         It includes the legal actions, unless they are the same in all states.
         """
@@ -93,7 +93,7 @@ class ZeroSumEnv(Generic[_State]):
         return self._game.about
 
     async def decision(self) -> Decision:
-        """Return the player whose turn it is, and what this player sees."""
+        """Return the player whose turn it is, and the player's observation."""
         state = self._running_state()
         player = self._game.player(state)
         assert player is not None, "the game is not over"
@@ -122,7 +122,7 @@ class ZeroSumEnv(Generic[_State]):
         return Step(reward=payoff, done=True, metrics=metrics)
 
     def state(self) -> str:
-        """Return what the player whose turn it is has seen so far; "" if no game is being played."""
+        """Return the observation of the player whose turn it is; "" if no game is being played."""
         if self._state is None or self._done:
             return ""
         return self._game.observe(self._state)
