@@ -44,7 +44,7 @@ class AttentionPlanner:
         self._prefixes: dict[_PrefixKey, tuple[Tensor, Tensor]] = {}
 
     def plan(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
-        """Return the blocks of a batch, which together have its rows in order.
+        """Return blocks that together cover the rows of a batch, in order.
 
         Even a batch that continues is cut anew every `KEY_MULTIPLE` tokens, because other blocks may
         be faster once its rows are longer.

@@ -112,6 +112,9 @@ class EmbeddedEngine:
             routing: record the experts of each token in the completions.
             grammars: grammars of the model; None: requests that have a grammar are refused.
             graphs: decode with CUDA graphs on a GPU. A mixture of experts is decoded without them.
+
+        Raises:
+            EngineError: a GPU has no memory for even one sequence.
         """
         self.decoder = exact_decoder(decoder) if deterministic else decoder
         self.max_length = decoder.max_length

@@ -21,10 +21,10 @@ class DecodeBatch:
     Attributes:
         rows: row numbers, ascending.
         positions: position of each row's newest token, which has no keys yet.
-        groups: group number of each row. Two rows of one group have equal keys at as many leading
-            positions as the smaller of their `shared` says. A group with number g began in row
+        groups: number of each row's group. A group with number g began with one prompt in row
             `g % S`, for a cache of S rows.
-        shared: number of leading positions at which a row's keys equal those of its group.
+        shared: number of leading positions at which a row's keys equal those of that prompt. Two
+            rows of a group have equal keys up to the smaller of their two numbers.
         adapters: number of each row's adapter; 0 for none.
     """
 
@@ -35,7 +35,10 @@ class DecodeBatch:
     adapters: np.ndarray
 
     def continues(self, last: DecodeBatch) -> bool:
-        """Return True if this batch has the same rows as `last`, each with its next token."""
+        """Return True if this batch has the same rows as `last`, each with its next token.
+
+        Adapters are not compared, because the attention blocks do not depend on them.
+        """
         return (
             np.array_equal(last.positions + 1, self.positions)
             and np.array_equal(last.rows, self.rows)

@@ -140,7 +140,10 @@ class GpuDecoder(CachedDecoder):
     def _compute_independent_spans(
         self, cache: KVCache, spans: Sequence[PromptSpan], *, last_only: bool
     ) -> Tensor:
-        """Compute spans in one pass; none may start from keys that another one computes."""
+        """Compute spans in one pass; none may start from keys that another one computes.
+
+        See `CachedDecoder._compute_spans` for the result.
+        """
         for span in spans:
             if span.source != span.row:
                 cache.copy_prefix(span.source, [span.row], span.start)

@@ -127,10 +127,10 @@ class GpuSteps:
         return step.outputs
 
     def _capture_step(self, packed: Tensor, arrays: Sequence[np.ndarray]) -> _CapturedStep | None:
-        """Capture a step of these sizes; None if the GPU refuses.
+        """Capture a step with inputs in the shapes of `arrays`; return None if that fails.
 
-        The capturing function also computes the step once with these inputs. That is harmless: the
-        replay writes the same keys and values again.
+        The capturing function also computes the step once, with the inputs in `packed`. That is
+        harmless: the replay writes the same keys and values again.
         """
         assert self._capture is not None
         inputs = packed.to(self._decoder.device)

@@ -167,8 +167,8 @@ class LowRank:
         adapters = layer[linear]
         low = F.linear(x, adapters.a)  # [N, projections R]
         low = low.unflatten(-1, (len(adapters.projections), -1)).masked_fill_(masked_ranks, 0.0)
-        for number, adapted in enumerate(adapters.projections):
-            output[:, adapted.outputs].addmm_(low[:, number], adapted.b)
+        for index, adapted in enumerate(adapters.projections):
+            output[:, adapted.outputs].addmm_(low[:, index], adapted.b)
 
 
 def _output_slices(architecture: Architecture) -> dict[Projection, slice]:

@@ -82,7 +82,7 @@ class BlockedWeights:
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., F] of `gate_up` [..., 2 F], which has the gate first."""
+    """Return silu(gate) · up [..., width] of `gate_up` [..., 2 width], the gate first."""
     half = gate_up.shape[-1] // 2
     return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
 
@@ -97,7 +97,8 @@ def add_experts(
     """Add the output of each token's experts to `x` [N, hidden] in place.
 
     Args:
-        multiply: matrix product of the decoder, x weightᵀ.
+        multiply: matrix product of the decoder; a function of an input and a weight, which returns
+            input weightᵀ.
         experts: sizes of the mixture, and how many experts a token has.
         layer: weights of the layer.
         x: residual stream, to which the output is added.
@@ -114,13 +115,14 @@ def add_experts(
     if experts.normalised:
         shares /= shares.sum(-1, keepdim=True)
     flat_shares = shares.flatten()
-    order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
+    # Indices in `flat_shares`, token · k + choice, of the (token, choice) pairs sorted by expert.
+    order = chosen.flatten().argsort(stable=True)
     sizes = chosen.flatten().bincount(minlength=experts.count).tolist()
-    for expert, choices in enumerate(order.split(sizes)):
-        if len(choices) == 0:
+    for expert, pairs in enumerate(order.split(sizes)):
+        if len(pairs) == 0:
             continue
-        tokens = choices // experts.per_token
+        tokens = pairs // experts.per_token
         wide = silu_and_mul(multiply(normed[tokens], layer.gate_up[expert]))
         output = multiply(wide, layer.down[expert])
-        x.index_add_(0, tokens, output.mul_(flat_shares[choices, None]))
+        x.index_add_(0, tokens, output.mul_(flat_shares[pairs, None]))
     return chosen

@@ -30,9 +30,10 @@ class CacheRows:
         prompt_size: number of tokens of the prompt.
         max_size: `size` at which the completion has reached its `max_tokens`.
         cached: number of leading tokens whose keys other requests may reuse.
-        group: group number. Two rows of one group have equal keys at as many leading positions as
-            the smaller of their `shared` says. The group began in row `group % rows`.
-        shared: number of leading positions at which the row's keys equal those of its group.
+        group: group number. A group begins with one prompt, in row `group % rows`; rows that copy
+            enough keys from one of its rows join it (see `occupy`).
+        shared: number of leading positions at which the row's keys equal those of the prompt with
+            which its group began.
         adapter: number of the adapter that the keys were computed with; 0 for none.
         fresh: True if all keys come from the present weights.
         last_used: number of the last use; later uses have larger numbers.
@@ -67,7 +68,7 @@ class CacheRows:
         self._groups = 0  # number of groups so far
 
     def decode_batch(self, rows: np.ndarray) -> tuple[DecodeBatch, np.ndarray]:
-        """Return the next decoding pass of `rows` [N], ascending, and their newest tokens [N]."""
+        """Return the batch in which `rows` [N], ascending, decode next, and their newest tokens [N]."""
         positions = self.size[rows] - 1
         batch = DecodeBatch(
             rows=rows,
@@ -127,13 +128,16 @@ class CacheRows:
     ) -> None:
         """Put a request into an idle row, before the keys of its prompt are computed.
 
-        The row joins the group of row `source` if `shared` is not 0, and at least half of the
-        positions that `source` has in common with its group. If copies follow, the positions that
-        this row has in common with the group must also be at least half of the prompt. Otherwise the
-        row begins a group of its own, in which the copies share the whole prompt.
+        The row joins the group of row `source` if two conditions hold:
+
+        - It takes at least one key from `source`, and at least half as many as `source` has in common
+          with the group.
+        - No copies follow, or the row has at least half of its prompt in common with the group.
+
+        Otherwise it begins a group of its own, in which the copies share the whole prompt.
 
         Args:
-            source: row from which the keys of the first `shared` tokens are copied.
+            source: row with the keys of the first `shared` tokens; it may be `row` itself.
             shared: number of these tokens; 0: all keys are computed.
             has_copies: True if other rows with the same prompt follow.
         """
@@ -141,8 +145,9 @@ class CacheRows:
         size = len(generation.prompt)
         group_shared = int(self.shared[source])
         common = min(shared, group_shared)
-        shares_enough = 2 * shared >= max(1, group_shared)
-        if shares_enough and (not has_copies or 2 * common >= size):
+        takes_enough = shared > 0 and 2 * shared >= group_shared
+        suits_copies = not has_copies or 2 * common >= size
+        if takes_enough and suits_copies:
             self.group[row] = self.group[source]
             self.shared[row] = common
         else:
@@ -275,9 +280,9 @@ class CacheRows:
             logprobs: log-probabilities of the tokens [N].
 
         Returns:
-            Masks [N] of the rows that reached a stop token, of those whose completion has ended by a
-            stop token or by its length, and of those whose logits were not finite. Rows of the third
-            mask are not in the second.
+            Three masks [N]. `stopped`: the row reached a stop token. `ended`: its completion has ended
+            by a stop token or by its length. `broken`: its logits were not finite; such a row is not
+            in `ended`.
         """
         size = self.size[rows]
         self.tokens[rows, size] = tokens
