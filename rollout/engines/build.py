@@ -34,7 +34,9 @@ class EngineRequest:
             takes full weights.
         threads: CPU threads of each engine process.
         bf16: True if the policies are trained in bfloat16.
-        weights_folder: folder for weights that trainer and engine see; None: one in shared memory.
+        weights_folder: folder through which trainers send weights with the transport "disk", and
+            adapters to SGLang; None: a new folder in `/dev/shm`, or for replicas of the embedded
+            engine one in `log_folder`.
         placements: Ray actor options of each of the engine's devices; None: Ray chooses.
         multi_node: True if servers may be on other nodes than this process.
         shares_gpus: True if other engines are on the same GPUs.

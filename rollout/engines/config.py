@@ -69,7 +69,8 @@ class EngineConfig(Section):
     grammar: bool = False
     # Transport of new weights; None: the engine's default.
     transport: str | None = None
-    # Folder for weights that trainer and engine see; None: one in shared memory.
+    # Folder for weights that trainer and engine see; None: one in /dev/shm, or in the run's folder
+    # if the run joins a Ray or the embedded engine has replicas.
     weights_folder: Path | None = None
     # Free the engine's memory while policies are trained.
     sleep: bool = False

@@ -19,10 +19,11 @@ class EmbeddedSettings:
         deterministic, routing: see `EmbeddedEngine`.
         device, bf16: see `CachedDecoder`; "cuda" needs a GPU in `placement`.
         placement: Ray actor options; None: no resources are reserved.
-        transport: "shared", or "disk" through `weights_folder`.
-        weights_folder: folder that the trainer sees too; None: one in shared memory.
-        restarts: maximum number of restarts within an hour, of each replica.
-        hang_s: seconds that the actor may take for one call before it is killed.
+        transport: transport of new weights, "shared" or "disk".
+        weights_folder: folder through which the trainer sends weights with the transport "disk"; None:
+            a new folder in `/dev/shm`.
+        restarts: maximum number of restarts of the actor within an hour.
+        hang_s: seconds that the actor may take for one call before it is killed and started again.
     """
 
     folder: Path | str

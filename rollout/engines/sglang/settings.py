@@ -45,7 +45,8 @@ class SGLangSettings:
         replicas: number of servers to start; not used with `urls`.
         tp: GPUs of each server.
         transport: transport of new weights; see `TRANSPORTS`.
-        weights_folder: folder that trainer and servers see; None: one in shared memory.
+        weights_folder: folder through which the trainer sends weights with the transport "disk", and
+            adapters; None: a new folder in `/dev/shm`.
         placements: Ray actor options of each GPU, server by server; None: Ray chooses.
         gpus: GPUs of each server if Ray does not run; empty: all that this process sees.
         shares_gpus: True if other servers are on the same GPUs. They then start one after another.
