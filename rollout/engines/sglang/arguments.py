@@ -58,7 +58,8 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
     """Return the reason why a server that must be able to sleep would not start, or "".
 
     With `_FREE_GRAPHS_VARIABLE`, a server that sleeps frees its CUDA graphs of decoding. The default
-    backend for the CUDA graphs of prompts, `BreakableCudaGraphBackend`, does not start with it.
+    backend for the CUDA graphs of prompts, `BreakableCudaGraphBackend`, does not start with this
+    variable, but the backend "full" does.
     """
     if environment.get(_FREE_GRAPHS_VARIABLE, "").lower() not in ("1", "true"):
         return ""
@@ -71,8 +72,8 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
     if backends & {"full", "disabled"}:
         return ""
     return (
-        f"with {_FREE_GRAPHS_VARIABLE}, a server that makes CUDA graphs of prompts does not start; "
-        "set options.disable-prefill-cuda-graph"
+        f"with {_FREE_GRAPHS_VARIABLE}, a server starts only without CUDA graphs of prompts, or with "
+        'their backend "full"; set options.disable-prefill-cuda-graph'
     )
 
 

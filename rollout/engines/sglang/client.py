@@ -367,8 +367,8 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
     second = numbers[1 :: experts.per_token]
     if experts.per_token > 1 and (first == second).any():
         raise EngineError(
-            "SGLang sent a token to one expert twice: it routes within a kernel, and does not know "
-            "where; set engine.options: {moe-runner-backend: triton}"
+            "SGLang sent a token to one expert twice: it routes within a kernel that does not report "
+            "the experts; set engine.options: {moe-runner-backend: triton}"
         )
     return numbers.astype(f"<u{experts.index_bytes}").tobytes()
 

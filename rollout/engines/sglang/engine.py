@@ -35,7 +35,7 @@ from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.memory import memory_path
 from rollout.sync.transport import ServerOptions, SyncRoute, WeightUpdate
 
-_IDLE_TIMEOUT_S = 60.0  # seconds that aborted requests may take to end before servers sleep
+_IDLE_TIMEOUT_S = 60.0  # seconds that `sleep` waits for open requests to end
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class Replica:
     async def _start_actor(
         self, make_actors: Callable[[], Sequence[Any]], node_timeout_s: float | None
     ) -> str:
-        """Start the server in its actor, or in a new one if that has died; return the server's URL."""
+        """Start the server in its actor, or in a new actor if its own has died; return the server's URL."""
         try:
             await self.host.pid.remote()  # raises if the actor is dead
         except ray.exceptions.RayActorError:
@@ -128,6 +128,7 @@ class Replica:
             self.host, *self._other_actors = make_actors()
         devices: list[str] = []
         try:
+            # New actors answer their first call once Ray has found a node for them.
             async with asyncio.timeout(node_timeout_s):
                 for actor in (self.host, *self._other_actors):
                     devices += await actor.devices.remote()
