@@ -74,7 +74,7 @@ def require_no_tree(trajectory: Trajectory) -> Trajectory:
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
             f"{describe_position(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
-            "reward trees by local_team, coach or tree_shaping"
+            "reward trees by local_team, tree_shaping or coach (with outcome_weight 0)"
         )
     return trajectory
 
@@ -230,11 +230,13 @@ def discounts(
 ) -> Group:
     """Reward every turn with the outcome R of its trajectory, changed by `mode`.
 
-    N is `max_hops` or `max_turns`. In the hop rules n is the number of all earlier turns of the
-    trajectory, in the turn rules that of the earlier turns of the same agent.
+    Below, hop_n is the number of all earlier turns of the trajectory, and turn_n that of the earlier
+    turns of the same agent.
 
-    - `hop_weighted`, `turn_weighted`: R min(1, (n + 1) / N)
-    - `hop_discount`, `discount`: R gamma^max(0, N - n)
+    - `hop_weighted`: R min(1, (hop_n + 1) / max_hops)
+    - `hop_discount`: R gamma^max(0, max_hops - hop_n)
+    - `turn_weighted`: R min(1, (turn_n + 1) / max_turns)
+    - `discount`: R gamma^max(0, max_turns - turn_n)
     - `binary`: 1 if R is above `threshold`, else 0
     - `normalized`: R clipped to [-1, 1]
     - `shaped`: as `turn_weighted`, then clipped to [-1, 1]
@@ -245,12 +247,12 @@ def discounts(
     Args:
         mode: rule that changes the outcome R.
         gamma: discount of `hop_discount` and `discount`.
-        max_hops: N of the hop rules, `hop_weighted` and `hop_discount`.
-        max_turns: N of the turn rules, `turn_weighted`, `discount` and `shaped`.
+        max_hops: number of turns of all agents, in `hop_weighted` and `hop_discount`.
+        max_turns: number of turns of one agent, in `turn_weighted`, `discount` and `shaped`.
         threshold: outcome above which `binary` pays 1.
     """
 
-    # (R, n of the hop rules, n of the turn rules) -> r.
+    # (R, hop_n, turn_n) -> reward of the turn.
     # Source: Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward.
     reward_by_mode: dict[Mode, Callable[[float, int, int], float]] = {
         "hop_weighted": lambda r, hop_n, turn_n: r * min(1.0, (hop_n + 1) / max_hops),
@@ -287,7 +289,8 @@ def shares(
         split: `full`: each turn gets R times the weight of its agent. `turns`: R is divided among
             the turns in proportion to the weights of their agents. `agents`: R is divided among the
             agents that spoke, and the part of an agent equally among its turns. With `turns` and
-            `agents`, the rewards of a trajectory sum to R.
+            `agents`, the parts of all turns of a trajectory sum to R; a masked turn has a part too,
+            which nobody gets.
         weights: weight of each agent, 1 by default; an agent with weight 0 gets no share.
 
     Raises:
@@ -296,8 +299,8 @@ def shares(
     """
     weights = weights or {}
 
-    def turn_shares(trajectory: Trajectory) -> dict[str, float]:
-        """Return the share of the outcome that each turn of an agent gets, by agent."""
+    def turn_share_by_agent(trajectory: Trajectory) -> dict[str, float]:
+        """Return the share of the outcome that each single turn of an agent gets, by agent."""
         turn_counts = Counter(turn.agent for turn in trajectory.turns)
         agent_weights = {agent: float(weights.get(agent, 1.0)) for agent in turn_counts}
         if split == "full":
@@ -319,9 +322,9 @@ def shares(
         }
 
     def rewards(trajectory: Trajectory) -> list[float]:
-        shares_by_agent = turn_shares(trajectory)
+        turn_shares = turn_share_by_agent(trajectory)
         team_outcome = outcome(trajectory)
-        return [team_outcome * shares_by_agent[turn.agent] for turn in trajectory.turns]
+        return [team_outcome * turn_shares[turn.agent] for turn in trajectory.turns]
 
     return allocate(group, rewards)
 

@@ -141,8 +141,8 @@ def _between_markers(sections: Sequence[tuple[str, str]]) -> str:
     """Join the sections, each between two markers with a digest of all texts.
 
     An agent cannot know the digest while it writes, because the digest depends on the whole of its
-    text, so it cannot forge the end of its section. (A program that searches for a text with its
-    own digest needs about 2^48 tries.)
+    text, so it cannot forge the end of its section. (A program that searches for a text that
+    contains its own digest needs about 2^48 tries.)
     """
     material = "\x1f".join(text for _, text in sections).encode(errors="surrogatepass")
     digest = hashlib.blake2b(material, digest_size=6).hexdigest()

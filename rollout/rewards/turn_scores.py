@@ -137,8 +137,9 @@ def _earlier_turns_of_agent(turns: Sequence[Turn], i: int) -> list[int]:
 def _turns_of_earlier_rounds(turns: Sequence[Turn], i: int) -> list[int]:
     """Return the indices of all agents' turns in the rounds before that of turn `i`.
 
-    Round n has the n-th turn of every agent, as in a debate. `Turn.round` numbers other rounds, those
-    between two steps of the environment.
+    Round n has the n-th turn of every agent, as in a debate. A turn of such a round may come after
+    turn `i`, if its agent speaks less often. `Turn.round` numbers other rounds, those between two
+    steps of the environment.
     """
     rounds = allocation.number_turns_by_agent(turns)
     return [j for j in range(len(turns)) if rounds[j] < rounds[i]]
@@ -305,7 +306,7 @@ def coach(
 
     Args:
         measure: name of one of the coach's scores; its score "process" is from 0 to 10.
-        scale: factor of the score; the paper uses 1.
+        scale: factor of the score; MAPPA uses 1.
         clip: (low, high) to which the scaled score is clipped; null: it is not clipped.
         outcome_weight: weight of the trajectory's outcome, which is added; must be 0 for trees,
             whose turns off the path have no outcome.
