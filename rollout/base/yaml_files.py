@@ -19,7 +19,8 @@ def read_yaml(path: Path) -> Any:
     Raises:
         OSError: the file cannot be read, or is a pipe or a device.
         yaml.YAMLError: it is not YAML or not UTF-8, is too large, gives a key twice, is nested too
-            deeply, or its aliases stand for too many values.
+            deeply, has a value that cannot be converted, such as the date 2024-13-01, or its aliases
+            stand for too many values.
     """
     if check_regular(path) > MAX_REGULAR_BYTES:
         raise yaml.YAMLError(f"{path} has more than {MAX_REGULAR_BYTES} bytes")
@@ -35,6 +36,8 @@ def read_yaml(path: Path) -> Any:
             raise yaml.YAMLError(f"values nested deeper than {_MAX_DEPTH}") from None
         except UnicodeDecodeError as error:
             raise yaml.YAMLError(f"{path} is not in UTF-8: {error}; save it as UTF-8") from None
+        except ValueError as error:  # of a date, a time or a number
+            raise yaml.YAMLError(f"{path} has a value that cannot be converted: {error}") from None
         finally:
             loader.dispose()
 

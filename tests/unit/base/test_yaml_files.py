@@ -69,6 +69,14 @@ def test_aliases_that_stand_for_too_many_values_are_refused(
         read_yaml(path)
 
 
+@pytest.mark.parametrize("value", ["2024-13-01", "0b_", "9" * 5000])
+def test_a_value_that_cannot_be_converted_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"a: {value}\n")
+    with pytest.raises(yaml.YAMLError, match=r"a\.yaml has a value that cannot be converted: "):
+        read_yaml(path)
+
+
 def test_a_file_of_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes("ü: 1".encode("latin-1"))
