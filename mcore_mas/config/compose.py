@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -81,7 +82,6 @@ def resolve(
             values = _merge_sections(values, sections)
         values = assign_policies(values)
         values = use_downloads(values)
-        values = _at_scale(values, scale, origin)
     except HydraException as error:
         raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
@@ -91,18 +91,22 @@ def resolve(
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
 
+    values = _at_scale(values, scale, origin)
     return RunConfig.from_values(values, origin).model_dump(mode="json")
 
 
 def _at_scale(values: Mapping[str, Any], scale: str, origin: str) -> dict[str, Any]:
-    """Return the sections at a scale; see `at_scale`, which expects that every section has the right type.
+    """Return the sections at a scale (see `at_scale`).
 
     Raises:
-        ConfigError: a section or one of its values has a wrong type, which the error names.
+        ConfigError: a policy is a remote model, or the sections do not validate.
     """
     try:
         return at_scale(values, scale)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from error
     except (AttributeError, KeyError, TypeError):
+        # The sections are not validated yet, and a section of a wrong type cannot be scaled. The validation names it.
         RunConfig.from_values(values, origin)
         raise
 
@@ -166,9 +170,19 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int
 
     A composition takes Hydra a tenth of a second, and most runs of a suite choose the same groups. Results are
     therefore cached until a file, and with it `files_hash`, changes.
+
+    Raises:
+        ConfigError: a file cannot be read or is not YAML, or holds one text or number.
     """
-    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-        config = hydra.compose("config", overrides=list(overrides))
+    try:
+        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+            config = hydra.compose("config", overrides=list(overrides))
+    except yaml.YAMLError as error:  # its message names the file
+        raise ConfigError(f"not YAML ({' '.join(str(error).split())})") from error
+    except OSError as error:  # also OmegaConf's error for a file that is one text or number
+        raise ConfigError(
+            f"a config of a group cannot be loaded: {error}; expected a file with a mapping of keys"
+        ) from error
     return OmegaConf.to_container(config)  # type: ignore[return-value]
 
 

@@ -49,11 +49,11 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
     """Return the file of each experiment in a folder of configs; all rows of a grid have the file of the grid.
 
     Raises:
-        ConfigError: a file is not YAML, or its grid is not a mapping.
+        ConfigError: a file cannot be read or is not YAML, or its grid is not a mapping.
     """
     files = {}
     for file in sorted((folder / "experiment").glob("*.yaml")):
-        for name in _experiments_in(file, file.stat().st_mtime_ns):
+        for name in _experiments_in(file, _modified_ns(file)):
             files[name] = file
     return files
 
@@ -145,7 +145,19 @@ def expand_braces(pattern: str) -> Iterator[tuple[str, list[str]]]:
 
 def _load_config(file: Path) -> dict[str, Any]:
     """Load a config file with OmegaConf; interpolations stay as they are written."""
-    return _load_cached(file, file.stat().st_mtime_ns)
+    return _load_cached(file, _modified_ns(file))
+
+
+def _modified_ns(file: Path) -> int:
+    """Return the time of a file's last modification.
+
+    Raises:
+        ConfigError: there is no such file, as for a link to a missing one.
+    """
+    try:
+        return file.stat().st_mtime_ns
+    except OSError as error:
+        raise ConfigError(f"{file}: {error}; remove it, or write the config there") from error
 
 
 def check_config_file(file: Path) -> None:
@@ -171,6 +183,9 @@ def _load_cached(file: Path, modified_ns: int) -> dict[str, Any]:
     """Load a config file.
 
     The time of modification is a key of the cache, so that a modified file is read again.
+
+    Raises:
+        ConfigError: the file is too large, cannot be read or is not YAML, or is not a mapping.
     """
     check_config_file(file)
     try:

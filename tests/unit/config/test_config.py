@@ -482,6 +482,7 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
         (b"defaults: [override /team: chian]", "no team 'chian' in the configs; nearest: chain"),
         (b"defaults: [[demo_math]]", "experiment/mine.yaml: '['demo_math']' in defaults; expected"),
         (b"defaults: [demo_math]\n3: 4", "3: unknown key; known here: run, results, "),
+        (b"day: 2024-13-01", "mine.yaml has a value that cannot be converted: month must be in"),
         (
             b"",
             "no team: orchestra, env, reward, agents missing; choose one by `defaults: [override /team: NAME]`",
@@ -628,6 +629,31 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").symlink_to("/proc/self/mem")  # its first byte cannot be read
     with pytest.raises(ConfigError, match=r"cannot be read \(Input/output error\)"):
         RunConfig.load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slots: [", "not YAML .*engine/mine.yaml"),
+        ("3", "a config of a group cannot be loaded: .*expected a file with a mapping of keys"),
+    ],
+)
+def test_a_mistake_in_a_file_of_a_group_is_one_line(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^configs/ with .*: {message}") as caught:
+        resolve(["experiment=demo_math", "engine=mine"], tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_link_to_a_missing_experiment_is_named(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    lock = tmp_path / "experiment" / ".#mine.yaml"  # as Emacs makes while mine.yaml is not saved
+    lock.symlink_to("user@host.1234")
+    with pytest.raises(ConfigError, match=r"\.#mine\.yaml: .*No such file.*; remove it"):
+        experiments(tmp_path)
 
 
 def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> None:

@@ -76,9 +76,11 @@ def test_a_policy_that_trains_in_fp8_has_a_tiny_scale() -> None:
     ],
 )
 def test_a_section_of_a_wrong_type_is_named_at_every_scale(override: str, message: str) -> None:
+    origin = f"configs/ with experiment=demo_math {override}: "
     for scale in ("paper", "tiny"):
-        with pytest.raises(ConfigError, match=re.escape(message)):
+        with pytest.raises(ConfigError, match=re.escape(message)) as caught:
             resolve(["experiment=demo_math", override], None, scale)
+        assert str(caught.value).count(origin) == 1
 
 
 def test_a_remote_model_has_no_tiny_scale() -> None:
