@@ -68,6 +68,9 @@ def _policy_names(sharing: Any, partly: Any, agents: list[str]) -> Mapping[str, 
         sharing: a way of sharing, or a policy for each agent.
         partly: the policies of "partly"; None: the team has none.
         agents: names of the agents.
+
+    Raises:
+        ConfigError: the way is unknown, or there is not exactly one policy for each agent.
     """
     ways = {
         "shared": dict.fromkeys(agents, "shared"),

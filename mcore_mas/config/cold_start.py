@@ -49,7 +49,7 @@ class ColdStartConfig(Section):
     """Supervised fine-tuning on generated demonstrations.
 
     It ends early enough to leave reinforcement learning something to improve: when most turns are
-    well-formed, and some trajectories are successful.
+    well-formed, and some trajectories are successful. At the latest it ends after `max_steps`.
     """
 
     base: BaseModelConfig
@@ -60,13 +60,13 @@ class ColdStartConfig(Section):
     # Demonstrations per step.
     batch: int = Field(64, ge=1)
     max_steps: int = Field(ge=1)
-    # Steps between two measurements of the team.
+    # Steps between two measurements of the team; it is also measured at the last step.
     check_every: int = Field(50, ge=1)
-    # Step of the first measurement.
+    # Step before which nothing is measured.
     first_check: int = Field(0, ge=0)
     # Validation tasks of a measurement.
     check_tasks: int = Field(64, ge=1)
-    # Share of well-formed turns from which the cold start may end.
+    # Least share of well-formed turns in a measurement after which the cold start ends.
     stop_legal: float = Field(0.9, ge=0, le=1)
-    # Share of successful trajectories from which the cold start may end; both shares must be reached.
+    # Least share of successful trajectories in this measurement; both shares must be reached.
     stop_accuracy: float = Field(0.3, ge=0, le=1)

@@ -21,7 +21,7 @@ class CreditedAgentConfig(AgentConfig):
 
     # Estimator of the agent; None: that of the run.
     advantage: AdvantageConfig | None = None
-    # Factor of the loss of the agent's turns; 0 freezes the agent: its turns are peers of others, but do not train.
+    # Factor of the loss of the agent's turns; 0: they are not trained, but other turns are still compared with them.
     loss_weight: float = Field(1.0, ge=0)
 
 

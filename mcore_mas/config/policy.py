@@ -142,7 +142,10 @@ class PolicyOverrides(Section):
         return self
 
     def merged_into(self, section_name: str, section: Section) -> dict[str, Any]:
-        """Return the values of a section of the run with the policy's settings merged into them."""
+        """Return the values of a section of the run with the policy's settings merged into them.
+
+        If the policy names its own engine or loss, it does not inherit the settings that depend on this choice.
+        """
         changes = getattr(self, section_name)
         dropped: set[str] = set()
         if "name" in changes:

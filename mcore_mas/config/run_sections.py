@@ -198,8 +198,9 @@ class RunSections(Section):
         is_sglang = engine.name == "sglang"
         if config.fp8 is not None or (is_sglang and engine.options.get("quantization") == "fp8"):
             return "float8"
-        is_engine_bf16 = is_sglang and engine.options.get("dtype") != "float32"
-        return "bfloat16" if is_engine_bf16 or config.bf16 else "float32"
+        # SGLang computes in 16 bits unless its options ask for float32; the embedded engine computes like the trainer.
+        is_16_bit_engine = is_sglang and engine.options.get("dtype") != "float32"
+        return "bfloat16" if is_16_bit_engine or config.bf16 else "float32"
 
     def holder(self, policy: str) -> str:
         """Return the policy on whose ranks this one is trained: the first of those that share its base model."""
@@ -286,15 +287,17 @@ def engine_holder(config: RunSections, policy: str) -> str:
 
 
 def schedule_length(config: RunSections, policy: str) -> int:
-    """Return the length of the learning rate schedule of a policy or critic that has no `decay_steps`, in updates.
+    """Return the length of the learning rate schedule of a policy, or of its critic, that has no `decay_steps`.
 
-    It is the number of updates in the whole run, including those of a critic's head start. With `trainer.minibatch`,
-    this number is not known beforehand, so the length is in training steps.
+    The length is the number of updates in the whole run. The steps of a critic's head start count, although only the
+    critic is updated in them. With `trainer.minibatch` the number of updates is not known beforehand, so the length
+    is the number of training steps.
     """
     trainer = for_policy(config, policy).trainer
-    steps = trainer.steps if policy in config.trained else 0
-    if config.trainer.alternate is not None:
+    if trainer.alternate is not None:
         steps = sum(policy in config.in_turn(step) for step in range(trainer.steps))
+    else:
+        steps = trainer.steps if policy in config.trained else 0
     if trainer.minibatch:
         return steps
     return trainer.passes * trainer.updates_per_step * steps
