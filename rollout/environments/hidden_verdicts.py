@@ -40,9 +40,9 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "is": lambda left, right: type(left) is type(right) and left == right,
     "is not": lambda left, right: type(left) is not type(right) or left != right,
 }
-# Operators that mean the same with the operands in the other order; `v has c` means `c in v`. `not in`
-# is looked up as `in`, and its result is negated.
-_MIRRORED_OPERATORS = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "has", "not in": "has"}
+# Operators that mean the same with the operands in the other order: `v has c` means `c in v`, and
+# `v lacks c` means `c not in v`.
+_MIRRORED_OPERATORS = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "has", "not in": "lacks"}
 # The text of a reported value is "=" and a literal for plain data. For another value it is _UNKNOWN, or
 # "!" and one entry for each candidate, separated by ";": the operators that are true between the value
 # and the candidate, separated by ",".
@@ -328,33 +328,31 @@ def _pytest_has_passed(events: Sequence[_Event]) -> bool:
     return has_run
 
 
-def _compares_rightly(site: Site, operators: Sequence[str], candidates: Candidates) -> bool:
+def _compares_rightly(site: Site, true_operators: Sequence[str], candidates: Candidates) -> bool:
     """Return True if a comparison with the expected value is true and distinguishes it from decoys.
 
-    `==` may also be true for a quarter of the decoys. `in` and the orders, such as `<`, must be false
-    for at least one decoy. `!=` and `not in` only need to be true.
+    `==` may also be true for a quarter of the decoys. `in`, `<`, `<=`, `>` and `>=` must be false for
+    at least one decoy. `!=` and `not in` only need to be true for the expected value.
 
     Args:
         site: comparison.
-        operators: true operators between the value and each candidate, joined by commas.
+        true_operators: for each candidate, the operators that are true between the value and the
+            candidate, joined by commas.
         candidates: expected value and decoys.
     """
-    if len(operators) != len(candidates.texts):
+    if len(true_operators) != len(candidates.texts):
         return False
-    name: str = site.comparison
-    if site.stated_first:
-        name = _MIRRORED_OPERATORS.get(name, name)
-    elif name == "not in":
-        name = "in"
-    results = [name in text.split(",") for text in operators]
-    is_expected = results.pop(candidates.expected)
+    operator_name: str = site.comparison
+    if site.stated_first:  # the sandbox has compared with the value on the left
+        operator_name = _MIRRORED_OPERATORS.get(operator_name, operator_name)
+    results = [operator_name in text.split(",") for text in true_operators]
+    expected_result = results.pop(candidates.expected)
+    decoy_results = results
 
-    match site.comparison:
-        case "==":
-            equal_decoys = sum(results)
-            return is_expected and equal_decoys <= _MAX_EQUAL_DECOYS * len(results)
-        case "in" | "<" | "<=" | ">" | ">=":
-            return is_expected and not all(results)
-        case "not in":
-            return not is_expected
-    return is_expected
+    if not expected_result:
+        return False
+    if site.comparison in ("!=", "not in"):
+        return True
+    if site.comparison == "==":
+        return sum(decoy_results) <= _MAX_EQUAL_DECOYS * len(decoy_results)
+    return not all(decoy_results)

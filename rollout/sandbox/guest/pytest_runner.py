@@ -644,13 +644,19 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
 
 
 def _comparisons(value: Any, choice: Any) -> str:
-    """Return the operators under which a value and a candidate compare as true, joined by commas."""
+    """Return the operators that are true between a value and a candidate, joined by commas.
+
+    `has` and `lacks` mean `choice in value` and `choice not in value`. An operator that raises an
+    error is not true.
+    """
     true_operators = []
     for operator, comparison in _OPERATORS.items():
         if _is_true(lambda comparison=comparison: comparison(value, choice)):  # type: ignore[misc]
             true_operators.append(operator)
     if _is_true(lambda: choice in value):
         true_operators.append("has")
+    if _is_true(lambda: choice not in value):
+        true_operators.append("lacks")
     return ",".join(true_operators) or "-"
 
 

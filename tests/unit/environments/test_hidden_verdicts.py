@@ -245,6 +245,15 @@ def test_an_attack_gets_no_reward(attack: str, box: Sandbox, tmp_path: Path) -> 
     assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
 
 
+def test_a_value_that_is_no_container_fails_not_in(box: Sandbox, tmp_path: Path) -> None:
+    hidden_test = "def test_new():\n    assert 6 not in add(2, 3)\n"
+    step = play_patch(box, tmp_path, patch_of_add("return object()"), hidden_test)
+    assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
+    container = "class Box:\n    def __contains__(self, item): return item == 5\n"
+    step = play_patch(box, tmp_path, patch_of_add("return Box()", container), hidden_test)
+    assert step.reward == 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", [*ATTACKS, *MORE_ATTACKS])
 def test_an_attack_makes_no_kind_of_test_pass(attack: str, box: Sandbox, tmp_path: Path) -> None:
@@ -327,6 +336,13 @@ REPAIRS = {
         "def test_new():\n    assert add(2, 3) == (5, {'k': 1})\n    assert add(2, 3).sum == 5\n",
     ),
     "is tested with parameters": ("return a + b", "", PARAMETERS),
+    "is tested for what a collection lacks": (
+        "return Box(a + b)",
+        "class Box:\n    def __init__(self, item): self.item = item\n"
+        "    def __contains__(self, item): return item == self.item\n",
+        "def test_new():\n    assert 6 not in add(2, 3)\n    assert 5 in add(2, 3)\n"
+        "    assert add(2, 3) not in [4, 6]\n",
+    ),
     "returns arrays": (
         "import numpy\nreturn numpy.add(a, b)",
         "",
