@@ -37,7 +37,7 @@ def draw_candidates(expected: Any) -> Candidates:
     Two of the decoys of a number are -10**15 and 10**15, which are not copies.
 
     Args:
-        expected: plain data.
+        expected: plain data, whose `repr` is a literal.
     """
     copies = [expected]
     texts = [repr(expected)]

@@ -9,6 +9,7 @@ Every test reports its end too.
 
 import ast
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -93,6 +94,8 @@ _COMPUTING_MODULES = {
 FIRST_NUMBER = 7_000_001
 
 _NO_LITERAL = object()
+# Constants whose `repr` is no literal: the ellipsis, and infinity, which is written as 1e999.
+_WITHOUT_LITERAL_REPR = (Ellipsis, math.inf, complex(0, math.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -612,12 +615,19 @@ def _is_literal_sequence(node: ast.expr) -> bool:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal; `_NO_LITERAL` for any other expression."""
+    """Return the value of a literal; `_NO_LITERAL` for any other expression.
+
+    A literal that contains `...` or an infinite number also counts as another expression, because
+    its `repr` could not be read in the sandbox (see `draw_candidates`).
+    """
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return _NO_LITERAL
-    return _NO_LITERAL if value is Ellipsis else value
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and part.value in _WITHOUT_LITERAL_REPR:
+            return _NO_LITERAL
+    return value
 
 
 def _literal_assignment(statement: ast.stmt) -> tuple[str, Any]:

@@ -36,6 +36,7 @@ AuditHook = Callable[[str, tuple[Any, ...]], None]
 
 _MAX_DEPTH = 40  # of nested lists and dictionaries in a reported value
 _UNKNOWN = "?"  # text of a value that is not plain data
+_INFINITY = float("inf")
 # Modules that decide whether a test passes.
 _GUARDED_MODULES = ("_pytest", "pytest", "pluggy", "unittest.case", "unittest.result")
 # Modules whose classes patched code cannot change. Plug-ins of pytest change those of others.
@@ -163,6 +164,13 @@ class _Withheld:
     def __init__(self, number: int) -> None:
         self.number = number
         self.__name__ = f"withheld{number}"  # pytest puts it into the test's name
+
+
+class _InfiniteFloat(float):
+    """Infinity, or minus infinity, whose `repr` is a literal."""
+
+    def __repr__(self) -> str:
+        return "1e999" if self > 0 else "-1e999"
 
 
 class _NotPlain(Exception):
@@ -669,14 +677,19 @@ def _describe(value: object) -> str:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Copy a value to exact builtin types. Code of the value's class does not run."""
+    """Copy a value to exact builtin types, and infinity to `_InfiniteFloat`.
+
+    Code of the value's class does not run.
+    """
     if depth > _MAX_DEPTH:
         raise _NotPlain
     base = _builtin_base(type(value))
     if base in _SCALARS:
         scalar = _SCALARS[base](value)
+        if base is float and scalar in (_INFINITY, -_INFINITY):
+            return _InfiniteFloat(scalar)
         if base in (float, complex) and scalar - scalar != 0:
-            raise _NotPlain  # infinity and NaN have no literal
+            raise _NotPlain  # NaN and infinite complex numbers have no literal
         return scalar
     if base in _SEQUENCES:
         items = [_plain(item, depth + 1) for item in _SEQUENCES[base](value)]
@@ -751,6 +764,8 @@ def _changed_copies(value: Any) -> list[Any]:
     match value:
         case bool() | None:
             return [not value]
+        case float() if value in (_INFINITY, -_INFINITY):
+            return [0.0, -value]
         case int() | float() | complex():
             return [value + 1, value - 3, value * 2 + 11]
         case str():

@@ -121,5 +121,15 @@ def test_a_mutable_default_or_an_alias_is_no_constant() -> None:
     assert "578" in file.source
 
 
+def test_ellipsis_and_infinity_are_compared_in_the_sandbox() -> None:
+    file = instrumented(
+        "assert f(1) == (5, ...)\nassert f(2) == [1e999]\nassert f(3) == 578",
+        "KEY = (0, ...)\nLIMIT = -1e999\n",
+    )
+    assert [site.expected for site in file.sites.values()] == [True, True, 578]
+    assert "(5, ...)" in file.source and "KEY = (0, ...)" in file.source
+    assert file.constants == {}
+
+
 def test_a_source_that_is_no_python_stays_as_it_is() -> None:
     assert instrument("print 'old'\n") == HiddenTestFile(source="print 'old'\n")

@@ -245,6 +245,16 @@ def test_an_attack_gets_no_reward(attack: str, box: Sandbox, tmp_path: Path) -> 
     assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
 
 
+def test_an_infinite_value_is_compared(box: Sandbox, tmp_path: Path) -> None:
+    hidden_test = (
+        "import math\n\ndef test_new():\n    assert add(3, math.inf) == math.inf\n"
+        "    assert add(3, -math.inf) < -4\n"
+    )
+    assert play_patch(box, tmp_path, patch_of_add("return a + b"), hidden_test).reward == 1.0
+    step = play_patch(box, tmp_path, patch_of_add("return math.inf", "import math"), hidden_test)
+    assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
+
+
 def test_a_value_that_is_no_container_fails_not_in(box: Sandbox, tmp_path: Path) -> None:
     hidden_test = "def test_new():\n    assert 6 not in add(2, 3)\n"
     step = play_patch(box, tmp_path, patch_of_add("return object()"), hidden_test)
@@ -336,6 +346,14 @@ REPAIRS = {
         "def test_new():\n    assert add(2, 3) == (5, {'k': 1})\n    assert add(2, 3).sum == 5\n",
     ),
     "is tested with parameters": ("return a + b", "", PARAMETERS),
+    "is tested with an ellipsis and infinity": (
+        "return a + b",
+        "",
+        "import decimal, math\n\ndef test_new():\n    assert (add(2, 3), ...) == (5, ...)\n"
+        "    assert add(1e999, 3) == 1e999 and add(-math.inf, 3) == -math.inf\n"
+        "    assert add(math.inf, 3) > 4 and [add(math.inf, 3)] == [math.inf]\n"
+        "    assert add(decimal.Decimal('inf'), 3) == math.inf\n",
+    ),
     "is tested for what a collection lacks": (
         "return Box(a + b)",
         "class Box:\n    def __init__(self, item): self.item = item\n"
