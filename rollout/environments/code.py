@@ -123,11 +123,11 @@ class CodeEnv(SandboxedEnv):
     """A programming problem, scored by its tests in a sandbox.
 
     A text with `<run>` around a fenced program tries the program on the visible tests; the
-    observation has the result of each. Any other text ends the trajectory: its last fenced program is scored on the
-    hidden tests, or on the visible ones if there are no others. Metrics are `pass_rate`, `solved`
-    (1 if every test passes), `answered` (1 if there was a program), `tests` and `runs`. A step
-    that only tries a program has the metrics `runs` and `visible_rate`: the share of the visible
-    tests that pass, or 1 if there are none.
+    observation has the result of each. Any other text ends the trajectory: its last fenced program
+    is scored on the hidden tests, or on the visible ones if there are no others. Metrics are
+    `pass_rate`, `solved` (1 if every test passes), `answered` (1 if there was a program), `tests`
+    and `runs`. A step that only tries a program has the metrics `runs` and `visible_rate`: the share
+    of the visible tests that pass, or 1 if there are none.
 
     Args:
         compare: unit by which printed output is compared.

@@ -30,7 +30,7 @@ _MAX_TABLE_BYTES = 1 << 30  # limit of one file
 
 
 def pack_file(name: str, content: str | Path) -> str:
-    """Encode a file that the team may read as an entry of `Task.answers`.
+    """Return the entry of `Task.answers` for a file that the team may read.
 
     The answers of a task hold its files and its target; `unpack_files` decodes them.
 
@@ -43,7 +43,7 @@ def pack_file(name: str, content: str | Path) -> str:
 
 
 def pack_target(target: Target) -> str:
-    """Encode a target with its truths as an entry of `Task.answers`; agents do not see it."""
+    """Return the entry of `Task.answers` for a target with its truths; agents do not see it."""
     return json.dumps({"target": asdict(target)})
 
 

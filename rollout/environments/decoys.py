@@ -60,9 +60,9 @@ def draw_candidates(expected: Any) -> Candidates:
 
 
 def _change(value: Any) -> Any:
-    """Return a copy of plain data that differs in one place.
+    """Return a copy of plain data with one random change.
 
-    For True, False and None it is one of a few values, which may be the same one.
+    The copy may equal the original, for example if a letter is replaced by the same letter.
     """
     match value:
         case bool() | None:
@@ -87,7 +87,7 @@ def _change(value: Any) -> Any:
 
 
 def _change_items(items: Sequence[Any], extra: Any) -> list[Any]:
-    """Return the items with one of them changed or removed, or with one more.
+    """Return the items with one of them changed or removed, or with one added.
 
     Args:
         items: items of a collection, letters of a text or numbers of bytes.
@@ -108,6 +108,7 @@ def _change_items(items: Sequence[Any], extra: Any) -> list[Any]:
 
 
 def _change_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dictionary with one value changed, or with a key that is a random letter."""
     if not value or _random.random() < 0.2:
         return {**value, _random.choice(string.ascii_letters): 0}
     key = _random.choice(list(value))

@@ -786,9 +786,9 @@ class _ParameterSlot:
     """Position of a parameter's value in the list of a `parametrize` decorator.
 
     Attributes:
-        container: elements of one set of parameters, or of the whole list.
+        container: elements of one parameter set or, for a single parameter, of the whole list.
         index: index of the value among the elements.
-        position: position of the set of parameters in the list.
+        position: position of the parameter set in the list.
     """
 
     container: list[ast.expr]
@@ -797,7 +797,7 @@ class _ParameterSlot:
 
 
 def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
-    """Return the slots of each parameter whose values are all literals, by parameter."""
+    """Return the slots of each parameter whose values can all be withheld, by parameter."""
     parameters: dict[str, list[_ParameterSlot]] = {}
     for decorator in function.decorator_list:
         if not isinstance(decorator, ast.Call) or _called_name(decorator) != "parametrize":
@@ -808,10 +808,10 @@ def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
         value_sets = decorator.args[1]
         if not isinstance(value_sets, ast.List | ast.Tuple) or not value_sets.elts:
             continue
-        # pytest numbers sets of parameters that have the same name, and `_test_id` does not know the
-        # numbers.
-        set_names = {_name_of_set(value_set) for value_set in value_sets.elts}
-        if len(set_names) < len(value_sets.elts):
+        # If two parameter sets have the same id, pytest appends numbers to their ids. `_test_id` does
+        # not know these numbers, so such a list is left as it is.
+        set_ids = {_parameter_set_id(value_set) for value_set in value_sets.elts}
+        if len(set_ids) < len(value_sets.elts):
             continue
         for index, name in enumerate(names):
             slots = _parameter_slots(value_sets.elts, index, is_only_parameter=len(names) == 1)
@@ -823,7 +823,7 @@ def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
 def _parameter_slots(
     value_sets: list[ast.expr], index: int, *, is_only_parameter: bool
 ) -> list[_ParameterSlot]:
-    """Return the slots of a parameter; sets of parameters that are not written out have none.
+    """Return the slots of a parameter; a parameter set that is not a list or tuple has none.
 
     Args:
         value_sets: elements of the decorator's list.
@@ -841,8 +841,8 @@ def _parameter_slots(
     return slots
 
 
-def _name_of_set(node: ast.expr) -> str:
-    """Return a text that is the same for sets of parameters with the same name in pytest."""
+def _parameter_set_id(node: ast.expr) -> str:
+    """Return a text that is the same for parameter sets to which pytest gives the same id."""
     values = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     return "-".join(str(_literal(value)) for value in values)
 
@@ -858,7 +858,7 @@ def _parameter_names(node: ast.expr) -> list[str]:
 
 
 def _can_withhold(slots: Sequence[_ParameterSlot]) -> bool:
-    """Return True if all values are literals that pytest names as `_test_id` does."""
+    """Return True if all values are literals whose ids in pytest `_test_id` knows."""
     for slot in slots:
         if slot.index >= len(slot.container):
             return False

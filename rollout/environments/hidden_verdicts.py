@@ -202,7 +202,7 @@ class _Judge:
     def _tests_of_function(self, name: str) -> list[HiddenTest]:
         """Return the functions of the file that a test may have run.
 
-        An inherited test has the name of the subclass, so every function of the same name may be it.
+        The name of an inherited test has the subclass, so the test may be any function of its name.
         """
         # pytest names a test `path/test_a.py::TestAdd::test_one[parameters]`. The separator is written
         # `:{2}`, because the architecture test takes a string of two colons for the IPv6 address of a

@@ -193,7 +193,10 @@ def _is_relation(expression: Any) -> bool:
 
 
 def _interval_set(expression: Any) -> Any:
-    """Return an interval, a union, or the solutions of an inequality as a set; else None."""
+    """Return the set of an interval, of a union or of the solutions of an inequality; else None.
+
+    Inequalities may be joined, as in `1 < x < 2`.
+    """
     import sympy
 
     if isinstance(expression, sympy.Interval | sympy.Union):
@@ -201,8 +204,8 @@ def _interval_set(expression: Any) -> Any:
     is_inequality = isinstance(expression, sympy.core.relational.Relational) and not isinstance(
         expression, sympy.Eq
     )
-    has_solutions = is_inequality or isinstance(expression, sympy.And)
-    if has_solutions and len(expression.free_symbols) == 1:
+    is_condition = is_inequality or isinstance(expression, sympy.And)
+    if is_condition and len(expression.free_symbols) == 1:
         return _exact(expression).as_set()
     return None
 

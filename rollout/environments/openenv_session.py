@@ -218,8 +218,8 @@ class _Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
         self._is_ready = False
-        # The output, of which errors quote the last line.
-        self._output = NamedTemporaryFile(prefix="openenv-")  # noqa: SIM115 -- open while the server is
+        # The server's output, whose last line is quoted in errors; the file is deleted with this object.
+        self._output = NamedTemporaryFile(prefix="openenv-")  # noqa: SIM115 -- outlives this method
 
     async def url(self, start_s: float) -> str:
         """Return the URL of the process when it listens; start the process if it does not run."""

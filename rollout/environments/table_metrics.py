@@ -36,7 +36,7 @@ def f1(pairs: Pairs) -> float:
         true_positives = sum(truth == label == prediction for truth, prediction in pairs)
         positives = sum(truth == label for truth, _ in pairs)
         predicted = sum(prediction == label for _, prediction in pairs)
-        # F1 = 2 TP / (2 TP + FP + FN), and TP + FN and TP + FP are the two counts
+        # F1 = 2 TP / (2 TP + FP + FN), where TP + FN is `positives` and TP + FP is `predicted`
         total = positives + predicted
         scores.append(2 * true_positives / total if total else 0.0)
     return fmean(scores)

@@ -64,7 +64,12 @@ class VerifiersEnv:
     async def step(self, action: str) -> Step:
         """Return the reward and the metrics of an episode that `run_episode` has played.
 
-        The text "" is that of an episode that failed after an agent was asked, and has reward 0.
+        Args:
+            action: result that `run_episode` has returned; "" if the episode failed after an agent
+                was asked, which gives the reward 0.
+
+        Raises:
+            EnvError: the action is neither, because another orchestra plays the environment.
         """
         if not action:
             return Step(done=True)

@@ -14,10 +14,18 @@ from typing import Any
 
 
 class EnvHandler:
-    """Environments of trajectories, by the number that the run gives each."""
+    """Handler that plays one environment for each trajectory of the run.
+
+    Requests name an environment by the number that the run has given it.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Find the environment; modules are found where the run's process finds them."""
+        """Find the class of the environment.
+
+        Args:
+            settings: `name` and `options` of the environment in a config, and `path`, the module
+                search path (`sys.path`) of the run's process, which the worker takes over.
+        """
         sys.path[:] = settings["path"]
         from rollout.base.options import Registry
         from rollout.environments import ENVS, SUPPLIED
