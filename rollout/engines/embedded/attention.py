@@ -379,22 +379,48 @@ def _first_row_of_group(batch: DecodeBatch, run: slice, cache_rows: int) -> int:
 
 
 def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
-    """Return True if the last run continues the grid of those before, without too much padding."""
-    first_rows = [_first_row_of_group(batch, run, cache_rows) for run in runs]
-    distance = first_rows[1] - first_rows[0]
-    for first_row, run in zip(first_rows, runs, strict=True):
-        lowest = batch.rows[run.start]
-        highest = batch.rows[run.stop - 1]
-        if not (first_row <= lowest and highest < first_row + distance <= cache_rows):
-            return False
-    adjacent = runs[-2].stop == runs[-1].start and first_rows[-1] - first_rows[-2] == distance
+    """Return True if the last run fits into a group block with those before it.
 
-    # The shorter groups are padded to the prefix and the length of the longest, in all of their rows.
+    The groups must be a grid, and padding must not cost more than a block of its own.
+    """
+    first_rows = [_first_row_of_group(batch, run, cache_rows) for run in runs]
+    if not _is_grid(batch, runs, first_rows, cache_rows):
+        return False
+    # Of the first group and the last, the one with the shorter prefix is padded to the prefix of the
+    # other, and the one with the shorter rows to their length. Both are padded in each row.
     first_run = runs[0]
     last_run = runs[-1]
     prefix_padding = abs(int(batch.shared[last_run].max() - batch.shared[first_run].max()))
     length_padding = abs(int(batch.positions[last_run].max() - batch.positions[first_run].max()))
-    return adjacent and distance * (prefix_padding + length_padding) <= _GROUP_BLOCK_COST
+    rows_per_group = first_rows[1] - first_rows[0]
+    return rows_per_group * (prefix_padding + length_padding) <= _GROUP_BLOCK_COST
+
+
+def _is_grid(
+    batch: DecodeBatch, runs: Sequence[slice], first_rows: Sequence[int], cache_rows: int
+) -> bool:
+    """Return True if two or more groups are a grid of cache rows; see `GroupBlock`.
+
+    Args:
+        runs: run of each group.
+        first_rows: cache row in which each group began.
+        cache_rows: number of rows of the cache.
+    """
+    for run, next_run in pairwise(runs):
+        if run.stop != next_run.start:
+            return False  # the batch has another row between them
+
+    distances = {next_row - row for row, next_row in pairwise(first_rows)}
+    if len(distances) > 1:
+        return False
+    distance = distances.pop()
+
+    for run, first_row in zip(runs, first_rows, strict=True):
+        lowest = batch.rows[run.start]
+        highest = batch.rows[run.stop - 1]
+        if lowest < first_row or highest >= first_row + distance:
+            return False  # the group has a row outside its part of the grid
+    return first_rows[-1] + distance <= cache_rows
 
 
 def _additive_mask(visible: np.ndarray, device: torch.device) -> Tensor:
