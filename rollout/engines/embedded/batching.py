@@ -383,8 +383,8 @@ class EmbeddedEngine:
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
         """Free the memory that `tags` name.
 
-        "kv_cache" is the KV cache, and "weights" the decoder's copies of the active weights. The two
-        halves of weights, from which `wake` makes the copies again, stay in the host's memory.
+        "kv_cache" is the KV cache, and "weights" the decoder's copies of the active weights. The active
+        weights themselves stay in the host's memory, and `wake` copies them again.
 
         Raises:
             EngineError: requests are running, or have outcomes that `step` has not returned yet.

@@ -44,7 +44,7 @@ class PromptSpan:
         source: row from which the keys of the positions before `start` are copied; if it is `row`,
             nothing is copied.
         adapter: number of the adapter; 0 for none.
-        copies: other rows with the same prompt, which get a copy of the keys.
+        copies: other rows with the same prompt. `EmbeddedEngine` copies the keys to them after the pass.
     """
 
     row: int
@@ -63,8 +63,9 @@ class PromptSpan:
 class CachedDecoder:
     """Weights of a decoder and its forward passes; it holds no state of sequences.
 
-    Two halves of buffers in the host's memory hold the active and the next weights. A GPU computes
-    from a copy of the active half, and so does a CPU that multiplies in bfloat16.
+    The host's memory has two `halves`, and each has room for all weights. One half holds the active
+    weights, and the next version is written into the other. A GPU computes from a copy of the active
+    half, and so does a CPU that multiplies in bfloat16.
 
     Attributes:
         exact: True if the logits of a token have the same bits in any batch.
@@ -72,7 +73,7 @@ class CachedDecoder:
         prefill_tokens: a pass admits prompts until it has this many tokens.
         cache_dtype: type of keys and values.
         shape: architecture of the model.
-        halves: the two halves.
+        halves: two buffers, each for all weights.
         half: index of the active half.
         dtype: type in which matrices are multiplied. On a CPU, all else is float32.
         adapters: weights of the adapters; None if the decoder has none.
@@ -98,7 +99,7 @@ class CachedDecoder:
         Args:
             shape: architecture of the model.
             max_length: maximum number of tokens of prompt and reply.
-            halves: buffers of the weights; None: the decoder allocates them, uninitialised.
+            halves: two buffers, each for all weights; None: the decoder allocates them, uninitialised.
             device: name of the torch device that computes.
             adapters: shapes of adapters, which have no effect before they are `put`.
             bf16: multiply in bfloat16; a CPU without instructions for it multiplies in float32.
@@ -147,7 +148,7 @@ class CachedDecoder:
         self.adopt(1 - self.half)
 
     def adopt(self, half: int) -> None:
-        """Activate a filled half of the weights, 0 or 1."""
+        """Activate the weights in one of the `halves`, 0 or 1, which has been filled."""
         self.half = half
         self.restore()
 
