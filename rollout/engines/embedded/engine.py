@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return _ENGINE_ACTOR.options(**options).remote(self._settings, self.slots)
 
     async def begin_update(self) -> SyncRoute:
-        """Return the route to the free half of the shared weights, or to the weights folder."""
+        """Return the route to the free half of the shared buffer, or to the weights folder."""
         if self.transport == "shared":
             return self._shared_route(0)
         return SyncRoute(
@@ -115,7 +114,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self.version = update.version
 
     async def adapter_route(self, number: int) -> SyncRoute:
-        """Return the route to the free half of an adapter."""
+        """Return the route to the free half of an adapter's buffer."""
         return self._shared_route(number)
 
     async def commit_adapter(self, update: WeightUpdate, number: int) -> float:
@@ -123,7 +122,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return await self._commit(update, number)
 
     def _shared_route(self, number: int) -> SyncRoute:
-        """Return the route to the free half of slot `number`."""
+        """Return the route to the free half of the buffer of slot `number`."""
         slot = self.slots[number]
         return SyncRoute(
             transport="shared",
@@ -257,16 +256,19 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
 
 async def _wait_until_dead(actor: Any) -> None:
-    """Wait until Ray knows that an actor is dead; kill it if it can be reached again.
+    """Wait until Ray knows that an actor is dead; kill the actor if it answers again.
 
-    Before that, Ray may place a new actor on the node that is lost.
+    As long as Ray does not know that a node is lost, it may place a new actor there.
     """
-    with suppress(ray.exceptions.RayActorError):
-        while True:
-            with suppress(ray.exceptions.ActorUnavailableError):
-                await actor.pid.remote()
-                ray.kill(actor)
-            await asyncio.sleep(_POLL_S)
+    while True:
+        try:
+            await actor.pid.remote()
+            ray.kill(actor)
+        except ray.exceptions.ActorUnavailableError:
+            pass  # it cannot be reached now, but may not be dead
+        except ray.exceptions.RayActorError:
+            return  # it is dead
+        await asyncio.sleep(_POLL_S)
 
 
 def _actor_error(error: Exception) -> EngineError:
