@@ -16,7 +16,7 @@ from rollout.engines.embedded.gpu_decoder import GpuDecoder
 from rollout.engines.embedded.gpu_inputs import decoding_inputs, pack_arrays, unpack_arrays
 from rollout.engines.embedded.sampling import sample_on_device
 
-# Function that computes a step, and returns its logits and what `DecodedStep` has as `_sampled`
+# Function that computes a step, and returns its logits and the `_sampled` of `DecodedStep`
 DecodingStep = Callable[[], tuple[Tensor, Tensor]]
 # Function that captures a step, and returns its outputs and the function that computes them again
 Capture = Callable[[DecodingStep], tuple[tuple[Tensor, Tensor], Callable[[], object]]]
@@ -110,7 +110,10 @@ class GpuSteps:
         return min(1 << (count - 1).bit_length(), cache_rows)
 
     def _compute(self, size: int, arrays: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Compute a step of `size` rows from its inputs; see `DecodingStep`."""
+        """Copy the inputs of `size` rows to the device, and compute a step; see `DecodingStep`.
+
+        The step is replayed from the graph of `size` rows, unless steps are not captured.
+        """
         packed = pack_arrays(arrays)
         if self._capture is None:
             device_inputs = packed.to(self._decoder.device, non_blocking=True)
@@ -167,8 +170,8 @@ class CudaGraphs:
     def capture(self, step: DecodingStep) -> tuple[tuple[Tensor, Tensor], Callable[[], object]]:
         """Capture a step; return its outputs and the function that computes them again.
 
-        Before that, the step is computed on another stream, where Triton compiles its kernels and
-        cuBLAS allocates its memory.
+        The step is first computed on another stream, so that Triton compiles its kernels and cuBLAS
+        allocates its memory before the capture.
         """
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
