@@ -256,18 +256,19 @@ class CacheRows:
     def _record_candidates(self, rows: np.ndarray, logits: Tensor) -> None:
         """Record the likeliest tokens of the rows whose sampling asks for them."""
         counts = np.array([generation.sampling.candidates for generation in self.generations[rows]])
-        chosen = np.flatnonzero(counts)
-        if not len(chosen):
+        asking = np.flatnonzero(counts)  # indices in `rows`
+        if not len(asking):
             return
         token_ids, logprobs = likeliest_tokens(
-            logits[torch.from_numpy(chosen).to(logits.device)],
-            temperature=self.temperature[rows[chosen]],
+            logits[torch.from_numpy(asking).to(logits.device)],
+            temperature=self.temperature[rows[asking]],
             count=int(counts.max()),
         )
-        for index, ids, values in zip(chosen, token_ids.tolist(), logprobs.tolist(), strict=True):
+        for index, ids, values in zip(asking, token_ids.tolist(), logprobs.tolist(), strict=True):
             pairs = list(zip(ids, values, strict=True))[: counts[index]]
-            possible = tuple(pair for pair in pairs if math.isfinite(pair[1]))
-            self.generations[rows[index]].candidates.append(possible)
+            # Tokens that the grammar forbids have the log-probability -∞.
+            allowed = tuple(pair for pair in pairs if math.isfinite(pair[1]))
+            self.generations[rows[index]].candidates.append(allowed)
 
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
