@@ -102,8 +102,9 @@ class EngineActor(EmbeddedEngine):
             folder: folder to read the weights from; "" if the trainer has written them into `half`.
 
         Raises:
-            EngineError: the weights are of another version, or differ from the trainer's, or an adapter
-                has infinite values or NaN. The engine then keeps its present weights.
+            EngineError: the weights cannot be read from `folder`, are of another version, or differ
+                from the trainer's, or an adapter has infinite values or NaN. The engine then keeps its
+                present weights.
         """
         shared = self._shared[number]
         if folder:
