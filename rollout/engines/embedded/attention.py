@@ -390,7 +390,7 @@ def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
     # other, and the one with the shorter rows to their length. Both are padded in each row.
     first_run = runs[0]
     last_run = runs[-1]
-    prefix_padding = abs(int(batch.shared[last_run].max() - batch.shared[first_run].max()))
+    prefix_padding = abs(_shared_tokens(batch, last_run) - _shared_tokens(batch, first_run))
     length_padding = abs(int(batch.positions[last_run].max() - batch.positions[first_run].max()))
     rows_per_group = first_rows[1] - first_rows[0]
     return rows_per_group * (prefix_padding + length_padding) <= _GROUP_BLOCK_COST

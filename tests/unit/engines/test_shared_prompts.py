@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engines.embedded.attention import GroupBlock, RowBlock
+from rollout.engines.embedded.attention import AttentionPlanner, GroupBlock, RowBlock
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.cache import DecodeBatch
 from rollout.engines.embedded.decoder import CachedDecoder
@@ -98,6 +98,22 @@ def test_prompts_that_share_most_tokens_are_one_group(engine: EmbeddedEngine) ->
     assert len(set(engine._rows.group[:8].tolist())) == 1
     assert engine._rows.shared[:8].tolist() == [222] * 4 + [220] * 4
     assert next_blocks(engine) == [("GroupBlock", 8)]
+
+
+def test_groups_with_equal_prefixes_are_one_block(engine: EmbeddedEngine) -> None:
+    assert engine._cache is not None
+    # Two groups of four rows share 220 tokens each. The longest prompt began the first group; the
+    # second began with a prompt that is 160 tokens shorter, and its later prompts are as long.
+    batch = DecodeBatch(
+        rows=np.arange(8),
+        positions=np.array([380, 222, 222, 222, 220, 380, 380, 380]),
+        groups=np.array([16] * 4 + [20] * 4),  # they begin in rows 0 and 4 of the 16
+        shared=np.array([380, 220, 220, 220] + [220] * 4),
+        adapters=np.zeros(8, dtype=np.int64),
+    )
+    (block,) = AttentionPlanner(engine._cache).plan(batch)
+    assert isinstance(block, GroupBlock)
+    assert block.part == slice(0, 8)
 
 
 def test_next_turns_still_share_the_first_prompt(engine: EmbeddedEngine) -> None:
