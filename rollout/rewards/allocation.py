@@ -333,8 +333,11 @@ def majority(group: Group) -> Group:
     """Reward every turn with 1 if its trajectory gave the most frequent answer of the group, else with 0.
 
     Each completed trajectory votes once, with its final answer as normalised by the environment. Of
-    equally frequent answers the first one in the group wins, as in the released code. An empty
+    equally frequent answers the first one in the group wins, as in TTRL's released code. An empty
     answer neither votes nor wins.
+
+    Raises:
+        RewardError: a completed trajectory has no answer (None), or is a tree.
     """
     votes = Counter(
         _answer(trajectory)

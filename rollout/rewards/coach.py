@@ -60,10 +60,14 @@ class Coach:
     """
 
     def __init__(self, config: CoachConfig, cache_folder: Path) -> None:
-        """Read the API key, and open the cached replies and the spending in `cache_folder`.
+        """Read the API key, and open the ledger of replies and spending in `cache_folder`.
 
         Create the coach before child processes start, because it removes the variable of the key
         from the environment of this process.
+
+        Raises:
+            RemoteError: the key or the provider's library is missing, or the ledger cannot be
+                opened.
         """
         self._config = config
         self._caller = Caller(config, cache_folder)

@@ -150,7 +150,10 @@ def _all_earlier_turns(turns: Sequence[Turn], i: int) -> list[int]:
 
 
 def _turns_of_proposers(turns: Sequence[Turn], i: int) -> list[int]:
-    """Return the indices of the other agents' turns if turn `i` is the last one; else [], so it is not shaped."""
+    """Return the indices of the other agents' turns if turn `i` is the last one.
+
+    For other turns return [], so that they are not shaped.
+    """
     if i < len(turns) - 1:
         return []
     return [j for j in range(i) if turns[j].agent != turns[i].agent]
