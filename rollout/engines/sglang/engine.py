@@ -148,7 +148,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             if experts is None:
                 return completion
             if completion.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]:
-                # The request was aborted while it waited to run, at first or after it was retracted.
+                # A request that is aborted in the queue, new or retracted, is returned without experts.
                 return completion
             routing = parse_routing(reply, len(prompt_ids), experts)
             return replace(completion, routing=routing)

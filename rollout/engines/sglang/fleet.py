@@ -166,9 +166,9 @@ class Fleet:
         """Start a lost server again and load the present weights, or pause it if they cannot be loaded yet.
 
         Args:
-            starts: number of the server's starts when it was called. If the number is larger now,
-                another call has started the server again already.
-            error: error of the call.
+            starts: number of the server's starts before the call that failed. If the number is larger
+                now, another call has started the server again already.
+            error: error of that call.
 
         Raises:
             ServerLeft: the server is gone for good, and others continue.
@@ -244,7 +244,7 @@ class Fleet:
     async def _start_again(self, replica: Replica, error: Unanswered) -> None:
         """Start a server whose process has ended, and free the memory that it had freed before.
 
-        The server has the weights of the model's folder, and is `stale`.
+        After that the server has only the weights of the model's folder, and is `stale`.
 
         Raises:
             ServerLeft, EngineError: as `restart`.

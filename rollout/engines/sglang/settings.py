@@ -153,6 +153,7 @@ class SGLangSettings:
         if self.grammar:
             # The trainer computes the masks with the same library.
             arguments["grammar-backend"] = "llguidance"
+            # SGLang refuses grammars if it has no tokenizer.
             arguments["skip-tokenizer-init"] = False
         return arguments | options
 
