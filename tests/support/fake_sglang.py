@@ -5,6 +5,7 @@ The server uses the standard library only, so that it starts fast. Every token o
 id of its process, so that tests see which server replied.
 
 - Prompt [13] ends the process if the model's folder has a file `die`, and removes the file.
+- A request to free memory does the same with a file `die_at_release`.
 - Prompt [14] is answered after a minute.
 - Prompt [15] is answered after a request to /free.
 
@@ -99,13 +100,18 @@ def unload_adapter(name: str) -> dict[str, Any]:
     return {"success": True}
 
 
+def die_if_ordered(name: str) -> None:
+    """End the process if the model's folder has a file of this name, and remove the file."""
+    order = MODEL / name
+    if order.exists():
+        order.unlink()
+        os._exit(1)
+
+
 def sample(body: dict[str, Any]) -> dict[str, Any]:
     """Return the whole reply to a request."""
     if body["input_ids"] == [13]:
-        order = MODEL / "die"
-        if order.exists():
-            order.unlink()
-            os._exit(1)
+        die_if_ordered("die")
     if body["input_ids"] == [14]:
         time.sleep(60)
     if body["input_ids"] == [15]:
@@ -193,6 +199,8 @@ def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
         return generate(body)
     if path == "/free":
         FREE.set()
+    if path == "/release_memory_occupation":
+        die_if_ordered("die_at_release")
     if path == "/load_lora_adapter":
         return load_adapter(body["lora_name"], Path(body["lora_path"]))
     if path == "/unload_lora_adapter":

@@ -275,7 +275,12 @@ class Fleet:
                 await asyncio.to_thread(replica.close)
                 raise ServerLeft from None
             if asleep:
-                await _call_memory_saver(replica, asleep, free=True)
+                try:
+                    await _call_memory_saver(replica, asleep, free=True)
+                except Unanswered:
+                    # The server was lost again; its next start must free the memory too.
+                    replica.asleep.update(asleep)
+                    raise
 
     async def _wait_until_ready(self, replica: Replica) -> None:
         """Wait until a server is ready; start it if it has not been started.

@@ -35,7 +35,7 @@ class Replica:
         ready: True once the server has answered, until it is started again.
         stale: True if the server does not have the present weights; it is then paused, or is being
             started again.
-        asleep: tags of the memory that the server has freed.
+        asleep: tags of the memory that the server has freed, or had freed before it was lost.
         gpus: GPUs that the server sees, if it is not in an actor; empty: all that this process sees.
         shared_gpus: names of the server's GPUs if other servers start on them too, else empty. In
             actors they are the positions of the GPUs among those of the engine.

@@ -459,6 +459,28 @@ def test_memory_is_freed_and_allocated_only_once(make: Make) -> None:
     assert engine.starts == 2
 
 
+def test_a_server_that_dies_again_before_it_frees_its_memory_frees_it_at_the_next_start(
+    make: Make, folder: Path
+) -> None:
+    engine = make(restarts=2, tell=ignore)
+
+    async def play() -> tuple[set[str], list[str]]:
+        await engine.sleep()
+        (folder / "die_at_release").touch()
+        await kill_server(engine)
+        await engine.wake(
+            ("weights",)
+        )  # the first start ends at its release, the second one does not
+        record = await server_record(engine)
+        return engine.fleet.replicas[0].asleep, record["calls"]
+
+    asleep, calls = asyncio.run(play())
+    assert asleep == {"cuda_graph", "kv_cache"}
+    memory_calls = [path for path in calls if "memory" in path]
+    assert memory_calls == ["/release_memory_occupation", "/resume_memory_occupation"]
+    assert engine.starts == 3
+
+
 @pytest.mark.parametrize(
     "options",
     [{"incremental-streaming-output": False}, {}],
