@@ -279,7 +279,7 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     end_at_second_interrupt("stopped by Ctrl-C")
     console = Console(highlight=False)
     config = RunConfig.load(run / "config.yaml")
-    tools = {name: list(agent.tools) for name, agent in config.agents.items()}
+    agent_tools = {name: list(agent.tools) for name, agent in config.agents.items()}
     prompts = typed_lines("you: " if sys.stdin.isatty() else "")
     for trajectory in converse(config, state, prompts):
-        print_trajectory(trajectory, console, {}, head=False, tools=tools)
+        print_trajectory(trajectory, console, {}, head=False, agent_tools=agent_tools)

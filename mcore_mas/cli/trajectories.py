@@ -126,8 +126,9 @@ def show_trajectory(
         print(html)
         return
     with _paged(console):
-        tools = find_agent_tools(file)
-        print_trajectory(chosen, console, advantages, branches=branches, tools=tools)
+        print_trajectory(
+            chosen, console, advantages, branches=branches, agent_tools=find_agent_tools(file)
+        )
 
 
 def _paged(console: Console) -> AbstractContextManager[object]:

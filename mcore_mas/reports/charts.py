@@ -137,8 +137,8 @@ def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
     """Return the panels of each section of the page.
 
-    Sections without a curve are left out, except for the first one. A panel without a curve says that
-    there is none.
+    Sections without a curve are left out, except for the first one. A metric that no run has still
+    gets its panel, without curves, in the first section and in the section of games.
     """
     panels_by_section = {_FIRST_SECTION: _panels_of(metrics, _FIRST_PANELS)}
     game_panels = _panels_of(metrics, _GAME_PANELS)
@@ -186,7 +186,7 @@ def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
     with rc_context(_STYLE):
         rows = math.ceil(len(panels) / _MAX_COLUMNS)
         columns = min(_MAX_COLUMNS, len(panels))
-        # In inches. The legend has a line for as many runs as there are columns.
+        # In inches. Each line of the legend names as many runs as there are columns.
         width = max(5.0, 3.2 * columns)
         height = 2.5 * rows + 0.3 + 0.2 * math.ceil(len(runs) / columns)
         figure = Figure(figsize=(width, height), layout="constrained")

@@ -74,8 +74,8 @@ def training_costs(run: Path) -> dict[str, float]:
         run: folder of the run.
 
     Returns:
-        `tokens`, and `gpu_hours` or `cpu_hours` if the devices and all times were recorded; nothing
-        before the training has finished.
+        `tokens`, and `gpu_hours` or `cpu_hours` if the devices and all times were recorded; {} before
+        the training has finished.
 
     Raises:
         MetricsError: the metrics cannot be read, or a row has no step.
@@ -126,7 +126,7 @@ def answer_costs(folder: Path) -> dict[str, float]:
 
     Returns:
         `tokens` and `seconds`, and `agent/NAME/calls`, `agent/NAME/tokens` and `agent/NAME/seconds`
-        of each agent; nothing if no completed trajectory is recorded.
+        of each agent; {} if no completed trajectory is recorded.
 
     Raises:
         RecordError: a file of trajectories cannot be read.

@@ -259,14 +259,20 @@ def _read_file(path: Path, modified_ns: int) -> Any:
         raise TableError(f"{path}: {' '.join(str(error).split())}; see docs/tables.md") from error
 
 
-def _split_metrics(value: Any, count: int) -> list[float | str | None]:
-    """Split a value such as `38.8/63.3` into the numbers of the metrics."""
+def _split_metrics(value: Any, metric_count: int) -> list[float | str | None]:
+    """Split the value of a cell, such as `38.8/63.3`, into a number for each metric.
+
+    Without a value, each metric gets None.
+
+    Raises:
+        ValueError: the value has another number of parts.
+    """
     if value is None:
-        return [None] * count
+        return [None] * metric_count
     texts = str(value).split("/")
-    if len(texts) != count:
+    if len(texts) != metric_count:
         raise ValueError(
-            f"cell '{value}' has {len(texts)} numbers; expected {count}, one of each metric"
+            f"cell '{value}' has {len(texts)} numbers; expected {metric_count}, one of each metric"
         )
     return [_parse_number(text) for text in texts]
 

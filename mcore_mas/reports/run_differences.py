@@ -69,7 +69,7 @@ def _read_settings(run: Path) -> dict[str, Any]:
 
 
 def _without_folder(value: Any, folder: str) -> Any:
-    """Return nested values in which every path in a run's folder begins with `<run>`."""
+    """Return nested values with a run's folder replaced by `<run>` in every path."""
     if isinstance(value, str):
         return "<run>" + value.removeprefix(folder) if value.startswith(f"{folder}/") else value
     if isinstance(value, Mapping):

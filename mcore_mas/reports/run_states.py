@@ -33,7 +33,7 @@ class RunState:
 
 
 def run_folders(results: Path) -> list[Path]:
-    """Return the folders of the runs in a results folder, by name.
+    """Return the folders of the runs in a results folder, sorted by name.
 
     Raises:
         FolderError: there is no such folder.

@@ -138,6 +138,9 @@ def _endpoint(
 ) -> Callable[[Request], Any]:
     """Return an endpoint that calls `answer` with the checked parameters of a request.
 
+    The endpoint answers with status 400 if a parameter is invalid, and with 404 if a run or a file
+    is missing or cannot be read.
+
     Args:
         answer: function that returns a response, or a value to send as JSON.
         token: token that a request must have; see `studio_app`.

@@ -103,18 +103,20 @@ def trajectory_page(
 
 
 def _branches_by_path_node(trajectory: Trajectory) -> dict[str, list[list[str]]]:
-    """Return the branches that did not lead to the outcome, by the node of the path that they follow.
+    """Return the branches that did not lead to the outcome, by the node after which the page shows them.
 
-    A branch is a list of nodes: its root, which left the path, and the nodes below it. It follows the
-    root's sibling on the path, or the last node of the path if it left there.
+    A branch is a list of nodes: its root, which is its first node off the path, and the nodes below
+    the root. It is shown after the root's sibling on the path. If the root has none, because the path
+    ends above it, the branch is shown after the last node of the path.
 
     Returns:
-        A key for each node of the path, which is "" without a tree, and if no node led to the outcome.
+        Branches by node, with a key for every node on the path. Without a tree, or if no node of the
+        tree led to the outcome, the only key is "".
     """
     path = list(dict.fromkeys(turn.node for turn in trajectory.path)) or [""]
     branches: dict[str, dict[str, list[str]]] = {node: {} for node in path}  # by path node and root
     for turn in trajectory.turns:
-        # Alternatives, whose trajectory was replayed, have nodes without being branches of a tree.
+        # Alternatives of replayed turns have nodes too, but they are no branches of a tree.
         if turn.node in path or REPLAY_OUTCOME in turn.scores:
             continue
         root = _branch_root(turn.node, path)
@@ -127,7 +129,7 @@ def _branches_by_path_node(trajectory: Trajectory) -> dict[str, list[list[str]]]
 
 
 def _branch_root(node: str, path: Sequence[str]) -> str:
-    """Return the uppermost node beside the path that is `node` or above it."""
+    """Return the root of a node's branch: of the node and its ancestors, the uppermost off the path."""
     root = node
     while _parent(root) and _parent(root) not in path:
         root = _parent(root)

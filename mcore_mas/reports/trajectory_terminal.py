@@ -40,7 +40,7 @@ def print_trajectory(
     *,
     branches: bool = False,
     head: bool = True,
-    tools: AgentTools = MappingProxyType({}),
+    agent_tools: AgentTools = MappingProxyType({}),
 ) -> None:
     """Print the turns of a trajectory with messages, tool calls, scores and advantages.
 
@@ -51,7 +51,7 @@ def print_trajectory(
         branches: True to print also the branches of a tree that did not lead to the outcome, and
             the alternatives of turns.
         head: begin with ids, status and outcome.
-        tools: names of each agent's tools, which are printed where the agent first speaks.
+        agent_tools: names of each agent's tools, which are printed where the agent first speaks.
     """
     if head:
         _print_head(trajectory, console)
@@ -59,22 +59,22 @@ def print_trajectory(
         console.print(plain_text(trajectory.error, style="red"))
 
     path = {(turn.node, turn.index) for turn in trajectory.path}
-    shown_turns: set[int] = set()
+    shown_indices: set[int] = set()
     shown_agents: set[str] = set()
     for event in trajectory.tools:
         if event.after_turn < 0:  # it was called before the first turn
             console.print(_tool_panel(event))
     turns = trajectory.turns if branches else trajectory.path
     for turn in turns:
-        if turn.agent not in shown_agents and tools.get(turn.agent):
-            console.print(
-                plain_text(f"tools of {turn.agent}: {', '.join(tools[turn.agent])}", "dim")
-            )
+        if turn.agent not in shown_agents and agent_tools.get(turn.agent):
+            names = ", ".join(agent_tools[turn.agent])
+            console.print(plain_text(f"tools of {turn.agent}: {names}", "dim"))
         shown_agents.add(turn.agent)
-        if turn.index not in shown_turns:  # turns of one index read the same messages
+        # A turn, its alternatives and the turns of sibling branches have the same index and prompt.
+        if turn.index not in shown_indices:
             for message in turn.new_messages:
                 console.print(_message_panel(message, turn.agent))
-        shown_turns.add(turn.index)
+        shown_indices.add(turn.index)
 
         colour = "dim"
         if (turn.node, turn.index) in path:
@@ -104,7 +104,11 @@ def _print_head(trajectory: Trajectory, console: Console) -> None:
 
 
 def _describe_turn_counts(trajectory: Trajectory) -> str:
-    """Describe the number of turns: of the path and of the whole tree, or of turns and their alternatives."""
+    """Describe how many turns a trajectory has.
+
+    In a tree, the turns on the path and those of the whole tree are counted. With replays, the turns
+    and their alternatives are counted.
+    """
     on_path = len(trajectory.path)
     total = len(trajectory.turns)
     if trajectory.leaf:
@@ -135,7 +139,7 @@ def _describe_turn(turn: Turn, advantage: float | None) -> str:
         versions = f"v{turn.oldest_version} to {versions}"
     parts = [f"{turn.index} {turn.agent} ({turn.policy} {versions})"]
     if turn.node:
-        # Alternatives, whose trajectory was replayed, have nodes without being branches of a tree.
+        # Alternatives of replayed turns have nodes too, but they are no branches of a tree.
         kind = "alternative" if REPLAY_OUTCOME in turn.scores else "branch"
         parts.append(f"{kind} {turn.node}")
     parts.append(f"{len(turn.completion_ids)} tokens, log p {sum(turn.logprobs):.2f}")
