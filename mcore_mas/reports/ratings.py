@@ -12,7 +12,7 @@ import numpy as np
 # Elo's unit: a difference of 400 points means expected scores of 10 to 1.
 _POINTS = 400 / math.log(10)
 _Z95 = 1.959964  # 97.5 % quantile of the standard normal distribution
-_MAX_UPDATES = 100  # of Newton's method
+_MAX_UPDATES = 1000  # of Newton's method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,30 +70,50 @@ def bradley_terry(games: Mapping[tuple[str, str], Games]) -> Ratings:
     design = np.zeros((len(games), len(players) + 1))
     scores = np.zeros(len(games))
     counts = np.zeros(len(games))
-    for row, ((first, second), played) in enumerate(games.items()):
+    for row, ((first, second), pair_games) in enumerate(games.items()):
         design[row, players.index(first)] += 1
         design[row, players.index(second)] -= 1
         design[row, -1] = 1
-        scores[row] = played.score + 0.5
-        counts[row] = played.count + 1
+        scores[row] = pair_games.score + 0.5
+        counts[row] = pair_games.count + 1
     if np.linalg.matrix_rank(design[:, :-1]) < len(players) - 1:
         raise ValueError(
             f"no ratings: {', '.join(players)} are not connected by games; evaluate more pairs"
         )
 
-    # Ratings are known up to a constant; the pseudo-inverse chooses those with mean 0.
-    values = np.zeros(len(players) + 1)
-    for _ in range(_MAX_UPDATES):
-        expected = 1 / (1 + np.exp(-design @ values))
-        information = design.T @ (design * (counts * expected * (1 - expected))[:, None])
-        covariance = np.linalg.pinv(information, hermitian=True)
-        update = covariance @ (design.T @ (scores - counts * expected))
-        values += update
-        if np.abs(update).max() < 1e-10:
-            break
+    values, covariance = _maximize_likelihood(design, scores, counts)
     margins = _Z95 * np.sqrt(np.diag(covariance))
     ratings = [
         Rating(value=_POINTS * float(value), margin=_POINTS * float(margin))
         for value, margin in zip(values, margins, strict=True)
     ]
     return Ratings(players=dict(zip(players, ratings[:-1], strict=True)), first_move=ratings[-1])
+
+
+def _maximize_likelihood(
+    design: np.ndarray, scores: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fit a logistic regression with Newton's method.
+
+    Args:
+        design: factor of each coefficient in the log-odds of each pair [pairs, coefficients].
+        scores: points of the player who moves first [pairs].
+        counts: number of games [pairs].
+
+    Returns:
+        The coefficients and their covariance.
+    """
+    # Ratings are known up to a constant; the pseudo-inverse chooses those with mean 0.
+    values = np.zeros(design.shape[1])
+    for _ in range(_MAX_UPDATES):
+        expected = 1 / (1 + np.exp(-design @ values))
+        information = design.T @ (design * (counts * expected * (1 - expected))[:, None])
+        covariance = np.linalg.pinv(information, hermitian=True)
+        update = covariance @ (design.T @ (scores - counts * expected))
+        # Full steps may diverge if some pairs have far more games than others. A step that changes no
+        # log-odds by more than 1 always increases the likelihood.
+        update /= max(1.0, np.abs(design @ update).max())
+        values += update
+        if np.abs(update).max() < 1e-10:
+            break
+    return values, covariance

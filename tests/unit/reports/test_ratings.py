@@ -54,6 +54,34 @@ def test_a_player_who_has_won_all_games_has_a_finite_rating() -> None:
     assert difference == pytest.approx(400 * math.log10(21))
 
 
+def test_pairs_with_few_games_beside_pairs_with_many() -> None:
+    """a wins all games, and c loses all of them: 1,000 of each pair, and a single game with c first."""
+    games = {
+        ("a", "c"): Games(score=1000, count=1000),
+        ("b", "a"): Games(score=0, count=1000),
+        ("b", "c"): Games(score=1000, count=1000),
+        ("c", "b"): Games(score=0, count=1),
+    }
+    ratings = bradley_terry(games)
+
+    def expected_points(first: str, second: str) -> float:
+        """Return the points of the first player by the ratings, with the drawn game."""
+        points = ratings.first_move.value
+        points += ratings.players[first].value - ratings.players[second].value
+        return (games[first, second].count + 1) / (1 + 10 ** (-points / 400))
+
+    # At the maximum likelihood, each player's expected points equal the points in the games.
+    a_points = expected_points("a", "c") + 1001 - expected_points("b", "a")
+    assert a_points == pytest.approx(1000.5 + 1000.5)
+    c_points = 1001 - expected_points("a", "c") + 1001 - expected_points("b", "c")
+    c_points += expected_points("c", "b")
+    assert c_points == pytest.approx(0.5 + 0.5 + 0.5)
+    # So do those of the players who move first.
+    assert sum(expected_points(*pair) for pair in games) == pytest.approx(
+        1000.5 + 0.5 + 1000.5 + 0.5
+    )
+
+
 def test_players_that_no_games_connect_have_no_ratings() -> None:
     draw = Games(score=1, count=2)
     with pytest.raises(ValueError, match="no ratings: a, b, c, d are not connected by games"):
