@@ -63,7 +63,8 @@ def bradley_terry(games: Mapping[tuple[str, str], Games]) -> Ratings:
         games: games by the player who moves first and the other one; a player may play itself.
 
     Raises:
-        ValueError: there are players without any chain of games between them.
+        ValueError: there are players without any chain of games between them, or the games do not
+            separate the ratings from the advantage of the first move.
     """
     players = sorted({player for pair in games for player in pair})
     # Row per pair, column per player, and a last one for the first move.
@@ -79,6 +80,11 @@ def bradley_terry(games: Mapping[tuple[str, str], Games]) -> Ratings:
     if np.linalg.matrix_rank(design[:, :-1]) < len(players) - 1:
         raise ValueError(
             f"no ratings: {', '.join(players)} are not connected by games; evaluate more pairs"
+        )
+    if np.linalg.matrix_rank(design) < len(players):
+        raise ValueError(
+            "no ratings: the players who won may be the better ones or may only have moved first; "
+            "evaluate a pair with the other player first too"
         )
 
     values, covariance = _maximize_likelihood(design, scores, counts)

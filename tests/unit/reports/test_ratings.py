@@ -82,6 +82,14 @@ def test_pairs_with_few_games_beside_pairs_with_many() -> None:
     )
 
 
+def test_games_without_a_pair_in_both_orders_have_no_ratings() -> None:
+    """a, who always moves first, may win because it is better or because it moves first."""
+    wins = Games(score=74.5, count=99)
+    for games in ({("a", "b"): wins}, {("a", "b"): wins, ("b", "c"): wins}):
+        with pytest.raises(ValueError, match="may only have moved first; evaluate a pair with"):
+            bradley_terry(games)
+
+
 def test_players_that_no_games_connect_have_no_ratings() -> None:
     draw = Games(score=1, count=2)
     with pytest.raises(ValueError, match="no ratings: a, b, c, d are not connected by games"):
