@@ -62,7 +62,7 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def _read_settings(run: Path) -> dict[str, Any]:
-    """Return the settings of a run by dotted key, without its folder in their values."""
+    """Return the settings of a run by dotted key, with `<run>` in place of the run's folder."""
     values = read_run_config(run)
     folder = f"{values.get('results')}/{values.get('run')}"
     return dict(dotted_items(_without_folder(values, folder)))

@@ -129,7 +129,7 @@ def _branches_by_path_node(trajectory: Trajectory) -> dict[str, list[list[str]]]
 
 
 def _branch_root(node: str, path: Sequence[str]) -> str:
-    """Return the root of a node's branch: of the node and its ancestors, the uppermost off the path."""
+    """Return the root of a node's branch: the highest of the node and its ancestors that is off the path."""
     root = node
     while _parent(root) and _parent(root) not in path:
         root = _parent(root)
