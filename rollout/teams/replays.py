@@ -25,6 +25,7 @@ from rollout.teams.tree import (
     CallAnswer,
     CallKey,
     call_key,
+    dropped_metrics,
     failure_metrics,
 )
 
@@ -167,19 +168,28 @@ class ReplayedPlay(BranchedPlay):
         """Replay the trajectory with another reply at a turn.
 
         Args:
-            decision: the turn.
-            node: name of the alternative.
+            decision: the turn that gets another reply.
+            node: `Turn.node` of the alternative.
 
         Returns:
-            The alternative with the outcome of its replay; None if the replay failed.
+            The alternative with the outcome of its replay; None if the replay failed, or if the
+            policy did not reply.
         """
         branch = await self._replay_branch(decision, node)
         if branch is None:
             return None
+        answers = {call.index: answer for call, answer in branch.rounds[decision.round]}
+        answer = answers[decision.turn]
+        if isinstance(answer, Exception):
+            # The orchestra has handled the policy's failure, but there is no reply to score.
+            self._dropped.update(dropped_metrics(answer))
+            return None
+
         answer_count = sum(len(answered) for answered in branch.rounds[decision.round + 1 :])
         sampled_answers = self._sampled_answers(branch, decision)
         self._count_tokens(sampled_answers)
 
+        # Only the decision's reply was sampled with this node.
         (alternative,) = [turn for turn in branch.episode.turns if turn.node == node]
         scores = {
             **alternative.scores,

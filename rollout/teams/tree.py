@@ -421,9 +421,15 @@ def _describe_calls(calls: Sequence[CallKey]) -> str:
 
 def failure_metrics(episode: Episode) -> list[str]:
     """Return the names under which a failed branch is counted; [] if it has not failed."""
-    if not episode.error:
-        return []
-    failure = episode.failure
+    return dropped_metrics(episode.failure) if episode.error else []
+
+
+def dropped_metrics(failure: EngineError | EnvError | None) -> list[str]:
+    """Return the names under which a branch is counted that was dropped.
+
+    Args:
+        failure: reason; None: the orchestra ended without a step in the environment.
+    """
     names = [f"dropped_branches/{type(failure).__name__ if failure else 'no_step'}"]
     if isinstance(failure, Late):
         names.append(f"late/{failure.part}")

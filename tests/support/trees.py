@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
+from rollout.base.errors import EngineError
 from rollout.records.trajectory import Trajectory
-from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
+from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
+
+
+class Refusing:
+    """Engine that fails at the calls `refused`, each (agent, turn, branch)."""
+
+    def __init__(self, replies, *refused):
+        self._inner, _ = seeded({**replies, **dict.fromkeys(refused, "refuse")})
+
+    async def generate(self, prompt_ids, sampling):
+        completion = await self._inner.generate(prompt_ids, sampling)
+        if bytes(completion.token_ids).startswith(b"refuse"):
+            raise EngineError("no room")
+        return completion
 
 
 def grow(orchestra, engine, tree, *, make_env=Adder, **options) -> Trajectory:

@@ -13,20 +13,7 @@ from rollout.teams.collect import Deadlines
 from rollout.teams.tree import Branching
 from tests.support.error_texts import without_location
 from tests.support.play import SEED, STEP, Adder, seeded
-from tests.support.trees import DUET, duet, grow, rows
-
-
-class Refusing:
-    """Engine that fails at the calls `refused`, each (agent, turn, branch)."""
-
-    def __init__(self, replies, *refused):
-        self._inner, _ = seeded({**replies, **dict.fromkeys(refused, "refuse")})
-
-    async def generate(self, prompt_ids, sampling):
-        completion = await self._inner.generate(prompt_ids, sampling)
-        if bytes(completion.token_ids).startswith(b"refuse"):
-            raise EngineError("no room")
-        return completion
+from tests.support.trees import DUET, Refusing, duet, grow, rows
 
 
 def test_a_failed_branch_is_dropped_and_counted():
