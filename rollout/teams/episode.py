@@ -236,7 +236,7 @@ class Episode:
     async def _call_env(
         self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object
     ) -> _T:
-        """Call a method of the environment, while the session records that its task waits."""
+        """Call a method of the environment; the session records the wait for it."""
         call_name = f"{self._name}.{method}"
         with self.session.waits_for(call_name):
             return await self._timed(call_name, call, *arguments)
@@ -294,17 +294,17 @@ class Episode:
     @property
     def waiting(self) -> str:
         """The calls that the orchestra waits for, as a text."""
-        calls = [str(awaited) for awaited, _ in self.session.waiting.values()]
+        calls = [str(wait.awaited) for wait in self.session.innermost_waits]
         return ", ".join(calls) or "the orchestra"
 
     def waits(self) -> list[Wait]:
-        """Return the calls that the episode's tasks wait for, for a watchdog."""
+        """Return the calls that the episode waits for, for a watchdog."""
         last = self.session.last_turn
         after_turn = f" after turn {last.index} of {last.agent}" if last else ""
         waits = []
-        for awaited, since in self.session.waiting.values():
+        for wait in self.session.innermost_waits:
             detail = after_turn
-            if isinstance(awaited, Call):
-                detail = f" waits for policy {awaited.agent.policy}"
-            waits.append(Wait(description=f"{awaited}{detail}", since=since))
+            if isinstance(wait.awaited, Call):
+                detail = f" waits for policy {wait.awaited.agent.policy}"
+            waits.append(Wait(description=f"{wait.awaited}{detail}", since=wait.since))
         return waits

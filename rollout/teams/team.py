@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +66,8 @@ class Team:
         Args:
             seed_path: keys of the trajectory, such as seed, step, task and sample, from which its
                 seeds are derived.
-            calls: record of the trajectory's calls that must not be repeated.
+            calls: record of the trajectory's tool and environment calls that a restart must not
+                repeat.
         """
         return TeamSession(self, seed_path, calls)
 
@@ -109,9 +111,9 @@ class TeamSession:
         self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
         # Makes a tool call; an episode replaces it by a function that times and records the call.
         self.run_tool: ToolRunner = _call_tool
-        # By asyncio task of this trajectory: the call that the task waits for, and the start of the
-        # wait on the event loop's clock.
-        self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
+        # Waits of this trajectory's asyncio tasks, in the order in which they began (a dict used as an
+        # ordered set).
+        self.waits: dict[Waiting, None] = {}
         # True once the trajectory has ended: none of its asyncio tasks may wait any more.
         self.closed = False
 
@@ -351,20 +353,32 @@ class TeamSession:
             self._stepped = True
 
     def waits_for(self, awaited: object) -> AbstractContextManager[asyncio.Task[Any]]:
-        """Return a context that records that the running task waits for a call, and yields the task."""
-        return _Waiting(self, awaited)
+        """Return a context that records that the running asyncio task waits for a call, and yields the task."""
+        return Waiting(self, awaited)
+
+    @property
+    def innermost_waits(self) -> list[Waiting]:
+        """The waits that contain no other wait.
+
+        While a tool asks an agent, that is the wait for the agent, and not the one for the tool.
+        """
+        return [wait for wait in self.waits if not wait.inner_count]
 
     async def prompt_tokens(
         self, agent: Agent, messages: Sequence[Message], chat: ChatState
     ) -> int:
-        """Return the number of prompt tokens of a call; raise EngineError if it is not known."""
+        """Return the number of prompt tokens of a call.
+
+        Raises:
+            EngineError: the agent's model is behind an API, so its tokenizer is not known here.
+        """
         with DefectGuard(f"policy {agent.policy}"):
             return await count_prompt_tokens(self._team.policies[agent.policy], messages, chat)
 
     async def close(self) -> None:
         """Cancel the asyncio tasks that an ended orchestra has left waiting for a call or a step."""
         self.closed = True
-        await cancel_tasks(self.waiting)
+        await cancel_tasks(wait.task for wait in self.waits)
 
     async def _ask(self, call: Call, node: str = "") -> tuple[Turn, AgentReply]:
         """Ask the call's policy, and parse its reply.
@@ -409,14 +423,32 @@ async def _call_tool(name: str, call: Callable[[], Awaitable[ToolCall]], turn: i
     return await call()
 
 
-class _Waiting:  # a class, because @contextmanager would be several times slower
-    """Context in which the running task waits for something."""
+# Innermost wait that contains the running code, such as the wait for a tool that asks an agent. The
+# asyncio tasks that this code starts inherit it.
+_outer_wait: ContextVar[Waiting | None] = ContextVar("outer_wait", default=None)
 
-    __slots__ = ("_awaited", "_session", "_task")
+
+class Waiting:  # a class, because @contextmanager would be several times slower
+    """Context in which the running asyncio task waits for a call.
+
+    Attributes:
+        awaited: the call; its text describes it.
+        since: start of the wait on the event loop's clock.
+        task: asyncio task that waits.
+        inner_count: number of waits inside of this one that have not ended, such as those for the
+            agents that a tool asks.
+    """
+
+    __slots__ = ("_outer", "_session", "awaited", "inner_count", "since", "task")
+
+    task: asyncio.Task[Any]
+    since: float
 
     def __init__(self, session: TeamSession, awaited: object) -> None:
+        self.awaited = awaited
+        self.inner_count = 0
         self._session = session
-        self._awaited = awaited
+        self._outer: Waiting | None = None
 
     def __enter__(self) -> asyncio.Task[Any]:
         # `current_task` is given the loop, because finding it takes a system call in Python 3.11.
@@ -424,12 +456,21 @@ class _Waiting:  # a class, because @contextmanager would be several times slowe
         task = asyncio.current_task(loop)
         if self._session.closed or task is None:
             raise asyncio.CancelledError  # the orchestra has ended and left this task behind
-        self._task = task
-        self._session.waiting[task] = self._awaited, loop.time()
+        self.task = task
+        self.since = loop.time()
+        self._session.waits[self] = None
+
+        self._outer = _outer_wait.get()
+        if self._outer is not None:
+            self._outer.inner_count += 1
+        _outer_wait.set(self)
         return task
 
     def __exit__(self, *_: object) -> None:
-        del self._session.waiting[self._task]
+        _outer_wait.set(self._outer)
+        if self._outer is not None:
+            self._outer.inner_count -= 1
+        del self._session.waits[self]
 
 
 def _turn(

@@ -63,7 +63,8 @@ class BranchedPlay:
     orchestra: Orchestra
     tool_s: float | None = None
     env_name: str = ""
-    calls: CallRecord = field(default_factory=CallRecord)  # calls that must not be repeated
+    # Record of the tool and environment calls that a restart must not repeat.
+    calls: CallRecord = field(default_factory=CallRecord)
 
     def __post_init__(self) -> None:
         self.error = ""  # why the play failed
@@ -243,7 +244,7 @@ class BranchSession(TeamSession):
 
     @contextmanager
     def waits_for(self, awaited: object) -> Iterator[asyncio.Task[Any]]:
-        """Record the running task while it waits, and set `changed` when the wait has ended."""
+        """Record that the running asyncio task waits, and set `changed` when the wait has ended."""
         self.tasks.add(asyncio.current_task())
         try:
             with super().waits_for(awaited) as task:
@@ -325,9 +326,9 @@ class Branch:
             self._task.add_done_callback(lambda _: session.changed.set())
         while not self._task.done():
             session.changed.clear()
-            # Every open call has a waiting task. Equal numbers mean that no task waits for a step or a
-            # tool.
-            only_calls_pending = len(session.open) == len(session.waiting)
+            # Every open call has an innermost wait. Equal numbers mean that nothing waits for a step or
+            # a tool, except for a tool that waits for an open call itself.
+            only_calls_pending = len(session.open) == len(session.innermost_waits)
             if session.open and only_calls_pending:
                 # Tasks may still take their answers or make further calls, which sets `changed`. A
                 # single task does so in one cycle; nested gathers need several.

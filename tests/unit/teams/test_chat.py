@@ -22,6 +22,7 @@ from rollout.environments.tools import Tool, tool_of
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Group, Message, Sampling, Status, Trajectory
 from rollout.teams.chat import Chat
+from rollout.teams.collect import Deadlines
 from rollout.teams.roles import Agent, ChatRules, Role
 from rollout.teams.team import Team
 from rollout.teams.tree import Branching
@@ -225,6 +226,46 @@ def test_a_broken_tool_fails_its_trajectory(qwen: Renderer) -> None:
     assert trajectory.status is Status.FAILED
     error = "Defect: tools.count_on: RuntimeError: the counter broke"
     assert without_location(trajectory.error) == error
+
+
+async def with_helpers(task: Any, team: Any, env: Any) -> None:
+    """Orchestra whose agent a has a tool that asks agent b two questions at once."""
+
+    async def ask_helpers(*, question: str) -> str:
+        """Ask two helpers."""
+        first = await team.act("b", conversation=f"{question} first")
+        others = [team.act("b", conversation=f"{question} {name}") for name in ("left", "right")]
+        replies = [first, *await asyncio.gather(*others)]
+        return " ".join(reply.text for reply in replies)
+
+    chat = team.chat("a", tools=[tool_of(ask_helpers, repeat_on_replay=True)])
+    await answer(chat, env, "one?")
+
+
+def helper_reply(prompt: str) -> str:
+    if "one?" not in prompt:
+        return "5"
+    return "done" if "5 5 5" in prompt else call("ask_helpers", '{"question": "how"}')
+
+
+@pytest.mark.parametrize("tool_s", [None, 60.0])  # a tool with a deadline runs in a task of its own
+@pytest.mark.parametrize("width", [None, 2])
+def test_a_tool_may_ask_agents(qwen: Renderer, width: int | None, tool_s: float | None) -> None:
+    trajectory, _ = play(
+        qwen,
+        with_helpers,
+        reply_to=helper_reply,
+        tree=Branching(width=width) if width else None,
+        deadlines=Deadlines(tool_s=tool_s, trajectory_s=60.0),
+    )
+    assert trajectory.error == ""
+    path = trajectory.path
+    assert [turn.agent for turn in path] == ["a", "b", "b", "b", "a"]
+    assert [message.content for message in path[-1].messages if message.role == "tool"] == ["5 5 5"]
+    if width:  # a, then b, then b twice, then a
+        assert [turn.node for turn in path] == ["0", "0.0", "0.0.0", "0.0.0", "0.0.0.0"]
+    else:
+        assert [event.result for event in trajectory.tools] == ["5 5 5"]
 
 
 def test_calls_are_limited_per_turn_per_trajectory_and_in_length(qwen: Renderer) -> None:
