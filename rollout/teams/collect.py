@@ -255,8 +255,8 @@ class _Ending:
 
     Attributes:
         error: reason if the status is not COMPLETED.
-        metrics: metrics that are 1: names in `_FAILURE_METRICS`, or `late/` with the agent, tool,
-            trajectory or batch that was late.
+        metrics: names of the metrics that get the value 1: those of `_FAILURE_METRICS`, or
+            `late/<part>` with the part that was late, such as `agent/solver` or `batch`.
         defect: defect for which the trajectory is quarantined.
     """
 

@@ -22,6 +22,7 @@ from rollout.base.hints import nearest_hint
 
 _OWN_PACKAGES = frozenset({"mcore_mas", "rollout", "retrieval"})
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_BRACE_ADVICE = "write a brace that is text as {{ or }}"
 
 
 def template_slots(agent: str, template: str) -> list[str]:
@@ -33,14 +34,12 @@ def template_slots(agent: str, template: str) -> list[str]:
     try:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise ValueError(
-            f"agent '{agent}': its user template: {error}; write a brace itself twice"
-        ) from None
+        raise ValueError(f"agent '{agent}': its user template: {error}; {_BRACE_ADVICE}") from None
+    # `str.format` also takes attributes and items of a slot: {task.id}, {task[id]}.
     slots = [re.split(r"[.\[]", name)[0] for name in fields]
     if not all(slot.isidentifier() for slot in slots):
         raise ValueError(
-            f"agent '{agent}': its user template has a slot without a name; "
-            "write a brace itself twice"
+            f"agent '{agent}': its user template has a slot without a name; {_BRACE_ADVICE}"
         )
     return slots
 

@@ -424,7 +424,8 @@ def test_an_unknown_slot_of_a_template_is_refused() -> None:
     ):
         load_suite("demo_math", ["agents.solver.user='{problm}'"])
     with pytest.raises(
-        SuiteError, match=r"agent 'solver': its user template: .*; write a brace itself twice"
+        SuiteError,
+        match=r"agent 'solver': its user template: .*; write a brace that is text as \{\{ or \}\}",
     ):
         load_suite("demo_math", ["agents.solver.user='a { b'"])
 

@@ -383,7 +383,7 @@ class PuzzleSource(Protocol):
 
 
 def replace_one(random: Random, actions: str, pattern: str, alphabet: Sequence[str]) -> str:
-    """Replace one match of `pattern` in a list of actions, chosen at random, by another word of `alphabet`."""
+    """Replace a random match of `pattern` in a list of actions by a random other word of `alphabet`."""
     match = random.choice(list(re.finditer(pattern, actions)))
     replacement = random.choice([word for word in alphabet if word != match[0]])
     return actions[: match.start()] + replacement + actions[match.end() :]

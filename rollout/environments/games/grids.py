@@ -465,10 +465,10 @@ class SokobanSource(_GridSource):
             if random.random() < self.turn or neighbour(position, direction) not in inside:
                 direction = random.choice(moves)
             ahead = neighbour(position, direction)
-            # Another neighbour is carved too, because a player can hardly get around a box in a
+            # A second neighbour is carved too, because a player can hardly get around a box in a
             # corridor that is one cell wide.
-            beside = neighbour(position, random.choice(moves))
-            floor |= {ahead, beside} & inside
-            if ahead in floor:
+            second = neighbour(position, random.choice(moves))
+            floor |= {ahead, second} & inside
+            if ahead in inside:
                 position = ahead
         return sorted(floor)

@@ -90,9 +90,9 @@ class Sudoku(Game[SudokuGrid]):
             return None
         step_count, writes = parsed
         cost = self.step * step_count
-        contradicted = sum(state.given[index] not in (0, digit) for index, digit in writes)
-        if contradicted:
-            return Played(state=state, reward=cost + self.broken, impossible_actions=contradicted)
+        contradictions = sum(state.given[index] not in (0, digit) for index, digit in writes)
+        if contradictions:
+            return Played(state=state, reward=cost + self.broken, impossible_actions=contradictions)
 
         cells = list(state.cells)
         changes = 0
@@ -162,8 +162,8 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
         if best < 0:
             yield tuple(cells)
             return
-        candidates = random.sample(digits, size) if random else digits
-        for digit in candidates:
+        digits_in_order = random.sample(digits, size) if random else digits
+        for digit in digits_in_order:
             is_excluded = excluded >> digit & 1
             if is_excluded:
                 continue
