@@ -191,7 +191,7 @@ def _add_key_block(
 
 
 @triton.jit
-def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
+def forward_kernel(q, k, v, out, lses, plan, shape: tl.constexpr):
     """Compute the output, and the log-sum-exp of each row.
 
     Each program computes a block of queries for one key/value head.
@@ -200,7 +200,7 @@ def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
         q: [T, heads, head_dim].
         k, v: [T, key/value heads, head_dim].
         out: [T, heads, head_dim].
-        lse: pointer to [T, heads] float32.
+        lses: pointer to [T, heads] float32.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -224,7 +224,7 @@ def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
     total = tl.where(is_used, total, 1.0)
     _store(out, weighted_values / total[:, None], token, head, is_used, shape)
     tl.store(
-        lse + token.to(tl.int64) * plan[_HEADS] + head,
+        lses + token.to(tl.int64) * plan[_HEADS] + head,
         (peak + tl.log2(total)) / _LOG2_E,
         mask=is_used,
     )
@@ -258,19 +258,18 @@ def _add_query_gradient(
 
 
 @triton.jit
-def backward_q_kernel(q, k, v, forward, grad_out, grad_q, plan, shape: tl.constexpr):
+def backward_q_kernel(q, k, v, out, lses, deltas, grad_out, grad_q, plan, shape: tl.constexpr):
     """Compute the gradient of the queries, and the deltas for `backward_kv_kernel`.
 
     The delta of a row is the inner product of its output and the gradient of the output. Each program
     computes a block of queries for one key/value head.
 
     Args:
-        q, k, v: arguments of `forward_kernel`.
-        forward: output, log-sum-exps, and deltas [T, heads] float32; the kernel writes the deltas.
+        q, k, v, out, lses: arguments of `forward_kernel`.
+        deltas: pointer to [T, heads] float32, which the kernel writes.
         grad_out: gradient of the output.
         grad_q: gradient of `q`, which the kernel writes.
     """
-    out, lses, deltas = forward
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     token, head, is_used = _query_rows(block, kv_head, plan[_TOKENS], shape)
@@ -292,7 +291,7 @@ def backward_q_kernel(q, k, v, forward, grad_out, grad_q, plan, shape: tl.conste
 
 @triton.jit
 def _add_key_gradients(
-    state, block, kv_head, key_tile, tensors, plan, masked: tl.constexpr, shape: tl.constexpr
+    state, block, kv_head, key_tile, query_tensors, plan, masked: tl.constexpr, shape: tl.constexpr
 ):
     """Add the contribution of a block of queries to the gradients of a tile of keys and values.
 
@@ -302,12 +301,12 @@ def _add_key_gradients(
         block: index of the block of queries.
         kv_head: key/value head.
         key_tile: keys, values, the token of each key, and its `end` (see the module).
-        tensors: queries, gradient of the output, log-sum-exps and deltas of all tokens.
+        query_tensors: `q`, `grad_out`, `lses` and `deltas` of `backward_kv_kernel`.
         masked: True if some queries of the block do not attend to all keys of the tile.
     """
     grad_k, grad_v = state
     keys, values, key_token, end = key_tile
-    q, grad_out, lses, deltas = tensors
+    q, grad_out, lses, deltas = query_tensors
     token, _, is_used = _query_rows(block, kv_head, plan[_TOKENS], shape)
     queries = _load_block(q, block, kv_head, is_used, shape)
     grad_out_tile = _load_block(grad_out, block, kv_head, is_used, shape)
@@ -330,19 +329,18 @@ def _add_key_gradients(
 
 
 @triton.jit
-def backward_kv_kernel(q, k, v, grad_out, grad_k, grad_v, plan, shape: tl.constexpr):
-    """Compute the gradients of keys and values; each program computes a block of one head.
+def backward_kv_kernel(q, k, v, lses, deltas, grad_out, grad_k, grad_v, plan, shape: tl.constexpr):
+    """Compute the gradients of keys and values; each program computes a block of one key/value head.
 
     The queries that attend to a block of keys are one range. Its first blocks are on the diagonal
     and need the mask, the following ones attend to every key, and subtrees end in the last ones,
     which need the mask again.
 
     Args:
-        q: queries, log-sum-exps, and the deltas from `backward_q_kernel`.
-        k, v, grad_out: arguments of `backward_q_kernel`.
-        grad_k, grad_v: gradients of `k` and `v`.
+        q, k, v, lses, grad_out: arguments of `backward_q_kernel`.
+        deltas: pointer to the deltas that `backward_q_kernel` has written.
+        grad_k, grad_v: gradients of `k` and `v`, which the kernel writes.
     """
-    queries, lses, deltas = q
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     key_token = block * shape[_KEYS] + tl.arange(0, shape[_KEYS])
@@ -353,7 +351,7 @@ def backward_kv_kernel(q, k, v, grad_out, grad_k, grad_v, plan, shape: tl.conste
         key_token,
         tl.load(plan[_ENDS] + key_token, mask=exists, other=0),
     )
-    tensors = (queries, grad_out, lses, deltas)
+    query_tensors = (q, grad_out, lses, deltas)
 
     # Blocks of queries: masked [start, unmasked_start), unmasked [unmasked_start, unmasked_stop),
     # and masked [unmasked_stop, stop).
@@ -375,11 +373,11 @@ def backward_kv_kernel(q, k, v, grad_out, grad_k, grad_v, plan, shape: tl.conste
             is_diagonal, start + number, unmasked_stop + number - diagonal_blocks
         )
         state = _add_key_gradients(
-            state, query_block, kv_head, key_tile, tensors, plan, True, shape
+            state, query_block, kv_head, key_tile, query_tensors, plan, True, shape
         )
     for query_block in range(unmasked_start, unmasked_stop):
         state = _add_key_gradients(
-            state, query_block, kv_head, key_tile, tensors, plan, False, shape
+            state, query_block, kv_head, key_tile, query_tensors, plan, False, shape
         )
     _store(grad_k, state[0] * plan[_SCALE], key_token, kv_head, exists, shape)
     _store(grad_v, state[1], key_token, kv_head, exists, shape)

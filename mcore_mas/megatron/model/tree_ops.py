@@ -120,7 +120,9 @@ def _attention_backward(
         _with_strides(q),
         _with_strides(k),
         _with_strides(v),
-        (_with_strides(out), lse, delta),
+        _with_strides(out),
+        lse,
+        delta,
         _with_strides(grad_out),
         _with_strides(grad_q),
         kernel_plan,
@@ -128,9 +130,11 @@ def _attention_backward(
         **options,
     )
     kernels.backward_kv_kernel[key_blocks, kv_heads](
-        (_with_strides(q), lse, delta),
+        _with_strides(q),
         _with_strides(k),
         _with_strides(v),
+        lse,
+        delta,
         _with_strides(grad_out),
         _with_strides(grad_k),
         _with_strides(grad_v),
