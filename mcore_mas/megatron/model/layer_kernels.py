@@ -1,7 +1,8 @@
 """Triton kernels of norms, SwiGLU, queries and keys, expert weight gradients and head logits.
 
-They are launched by `layer_ops.py`, `head_ops.py` and `experts.py`. All of them compute in float32, whatever types
-they read and write. Several sizes come in one tuple `sizes`, whose elements each kernel names.
+They are launched by `layer_ops.py`, `head_ops.py` and `experts.py`. All of them compute in float32,
+whatever types they read and write. Several sizes come in one tuple `sizes`, whose elements each kernel
+names.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -220,10 +221,23 @@ def _store_halves(x, offset, first, second, mask, half: tl.constexpr):
 @triton.jit
 def _head_norm_weights(weights, is_query, column, in_head, half: tl.constexpr):
     """Return both halves of the weight of each head's norm, which is that of queries or of keys."""
-    of_queries, of_keys = weights
-    query_first, query_second = _load_halves(of_queries, column, in_head, half)
-    key_first, key_second = _load_halves(of_keys, column, in_head, half)
+    query_weight, key_weight = weights
+    query_first, query_second = _load_halves(query_weight, column, in_head, half)
+    key_first, key_second = _load_halves(key_weight, column, in_head, half)
     return tl.where(is_query, query_first, key_first), tl.where(is_query, query_second, key_second)
+
+
+@triton.jit
+def _head_inverse_rms(first, second, half: tl.constexpr, eps):
+    """Return `_inverse_rms` of heads [heads, 1], given by their halves [heads, half]."""
+    square = tl.sum(first * first + second * second, 1)[:, None]
+    return tl.rsqrt(square / (2 * half) + eps)
+
+
+@triton.jit
+def _store_sums(target, value, is_summed, in_half):
+    """Store the sum [half] of the rows of `value` [heads, half] for which `is_summed` is True."""
+    tl.store(target, tl.sum(tl.where(is_summed, value, 0.0), 0), mask=in_half)
 
 
 @triton.jit
@@ -265,8 +279,7 @@ def queries_and_keys_kernel(
     offset = token * strides[0] + head * 2 * half + column
     first, second = _load_halves(packed, offset, is_rotated, half)
     if weights is not None:
-        square = tl.sum(first * first + second * second, 1)[:, None]
-        inverse = tl.rsqrt(square / (2 * half) + eps)
+        inverse = _head_inverse_rms(first, second, half, eps)
         weight_first, weight_second = _head_norm_weights(weights, is_query, column, in_head, half)
         first = first * inverse * weight_first
         second = second * inverse * weight_second
@@ -299,13 +312,13 @@ def queries_and_keys_gradient_kernel(
     Program p computes the tokens p, p + programs, p + 2 · programs, and so on.
 
     Args:
+        packed: argument of `queries_and_keys_kernel`; not read, and may be None, without norms.
+        weights, angles, eps, sizes: arguments of `queries_and_keys_kernel`.
         gradients: gradients of queries and keys, in the shapes of `results` of
             `queries_and_keys_kernel`, and of values [tokens, kv_heads, 2 half]; each contiguous.
         results: gradient of `packed`, contiguous; and each program's part of the gradients of the
             weights of queries and keys [programs, 2, 2 half] float32, or None if they are frozen.
         tokens_and_strides: number of tokens; strides of the tokens of `packed` and of `angles`.
-        packed: argument of `queries_and_keys_kernel`; not read, and may be None, without norms.
-        weights, angles, eps, sizes: arguments of `queries_and_keys_kernel`.
         padded_heads, padded_half: arguments of `queries_and_keys_kernel`.
     """
     group: tl.constexpr = sizes[0]
@@ -320,53 +333,58 @@ def queries_and_keys_gradient_kernel(
     exists = (is_query | is_key | is_value) & in_head
     if weights is not None:
         weight_first, weight_second = _head_norm_weights(weights, is_query, column, in_head, half)
-        part_first = tl.zeros((padded_heads, padded_half), dtype=tl.float32)
-        part_second = tl.zeros((padded_heads, padded_half), dtype=tl.float32)
+        grad_weight_first = tl.zeros((padded_heads, padded_half), dtype=tl.float32)
+        grad_weight_second = tl.zeros((padded_heads, padded_half), dtype=tl.float32)
     first_token = tl.program_id(0).to(tl.int64)
     for token in range(first_token, tokens, tl.num_programs(0)):
         query_offset = (token * kv_heads * group + query_head) * 2 * half + column
         key_offset = (token * kv_heads + kv_head) * 2 * half + column
-        query_first, query_second = _load_halves(
+        grad_query_first, grad_query_second = _load_halves(
             grad_queries, query_offset, is_query & in_head, half
         )
-        key_first, key_second = _load_halves(grad_keys, key_offset, is_key & in_head, half)
-        value_first, value_second = _load_halves(grad_values, key_offset, is_value & in_head, half)
+        grad_key_first, grad_key_second = _load_halves(
+            grad_keys, key_offset, is_key & in_head, half
+        )
+        grad_value_first, grad_value_second = _load_halves(
+            grad_values, key_offset, is_value & in_head, half
+        )
         angle = tl.load(angles + token * angle_stride + column, mask=in_head, other=0.0)
         cos = tl.cos(angle)
         sin = tl.sin(angle)
         # A head is a query, a key or a value, so at most one of the two terms of a sum is not 0.
-        rotated_first = query_first + key_first
-        rotated_second = query_second + key_second
+        grad_rotated_first = grad_query_first + grad_key_first
+        grad_rotated_second = grad_query_second + grad_key_second
         # The opposite rotation
-        grad_first = rotated_first * cos + rotated_second * sin
-        grad_second = rotated_second * cos - rotated_first * sin
+        grad_first = grad_rotated_first * cos + grad_rotated_second * sin
+        grad_second = grad_rotated_second * cos - grad_rotated_first * sin
         if weights is not None:
-            # As in `norm_gradient_kernel`
+            # The gradient of a norm's output becomes that of its input, as in `norm_gradient_kernel`.
             offset = token * packed_stride + head * 2 * half + column
             first, second = _load_halves(packed, offset, (is_query | is_key) & in_head, half)
-            square = tl.sum(first * first + second * second, 1)[:, None]
-            inverse = tl.rsqrt(square / (2 * half) + eps)
-            first *= inverse
-            second *= inverse
-            part_first += grad_first * first
-            part_second += grad_second * second
-            grad_first *= weight_first
-            grad_second *= weight_second
-            mean = tl.sum(grad_first * first + grad_second * second, 1)[:, None] / (2 * half)
-            grad_first = inverse * (grad_first - first * mean)
-            grad_second = inverse * (grad_second - second * mean)
+            inverse = _head_inverse_rms(first, second, half, eps)
+            normed_first = first * inverse
+            normed_second = second * inverse
+            grad_weight_first += grad_first * normed_first
+            grad_weight_second += grad_second * normed_second
+            grad_normed_first = grad_first * weight_first
+            grad_normed_second = grad_second * weight_second
+            products = grad_normed_first * normed_first + grad_normed_second * normed_second
+            mean = tl.sum(products, 1)[:, None] / (2 * half)
+            grad_first = inverse * (grad_normed_first - normed_first * mean)
+            grad_second = inverse * (grad_normed_second - normed_second * mean)
         target = (token * kv_heads * (group + 2) + head) * 2 * half + column
-        first_result = tl.where(is_value, value_first, grad_first)
-        second_result = tl.where(is_value, value_second, grad_second)
-        _store_halves(grad_packed, target, first_result, second_result, exists, half)
+        # Values are neither normalized nor rotated.
+        grad_first = tl.where(is_value, grad_value_first, grad_first)
+        grad_second = tl.where(is_value, grad_value_second, grad_second)
+        _store_halves(grad_packed, target, grad_first, grad_second, exists, half)
     if weight_parts is not None:
         in_half = tl.arange(0, padded_half) < half
-        of_queries = weight_parts + tl.program_id(0) * 4 * half + tl.arange(0, padded_half)
-        of_keys = of_queries + 2 * half
-        tl.store(of_queries, tl.sum(tl.where(is_query, part_first, 0.0), 0), mask=in_half)
-        tl.store(of_queries + half, tl.sum(tl.where(is_query, part_second, 0.0), 0), mask=in_half)
-        tl.store(of_keys, tl.sum(tl.where(is_key, part_first, 0.0), 0), mask=in_half)
-        tl.store(of_keys + half, tl.sum(tl.where(is_key, part_second, 0.0), 0), mask=in_half)
+        query_part = weight_parts + tl.program_id(0) * 4 * half + tl.arange(0, padded_half)
+        key_part = query_part + 2 * half
+        _store_sums(query_part, grad_weight_first, is_query, in_half)
+        _store_sums(query_part + half, grad_weight_second, is_query, in_half)
+        _store_sums(key_part, grad_weight_first, is_key, in_half)
+        _store_sums(key_part + half, grad_weight_second, is_key, in_half)
 
 
 @triton.jit
