@@ -286,6 +286,16 @@ def _logits(
 
 
 def _local_columns(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of the labels that are columns of this rank [rows], and their clamped columns [rows, 1]."""
+    """Find the labels among the columns of this rank.
+
+    Args:
+        labels: [rows], counted from this rank's first column.
+        width: number of this rank's columns.
+
+    Returns:
+        is_local: [rows] True if this rank has the label's column.
+        column: [rows, 1] the label's column; if another rank has it, any column of this rank, so
+            that it is a valid index.
+    """
     is_local = (labels >= 0) & (labels < width)
     return is_local, labels.clamp(0, width - 1)[:, None]

@@ -268,16 +268,16 @@ def _combine_over_ranks(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         Log-probabilities, entropies and log Z, each [n].
     """
-    peak, total, weighted, label = statistics
+    peak, sum_of_exponentials, weighted_sum, label_logit = statistics
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         group = parallel_state.get_tensor_model_parallel_group()
         local_peak = peak
         peak = local_peak.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         rescale = (local_peak - peak).exp()
-        sums = torch.stack([total * rescale, weighted * rescale, label])
+        sums = torch.stack([sum_of_exponentials * rescale, weighted_sum * rescale, label_logit])
         dist.all_reduce(sums, group=group)
-        total, weighted, label = sums
-    log_partition = peak + total.log()
-    entropy = log_partition - weighted / total  # H = log Z − E[z]
-    return label - log_partition, entropy, log_partition
+        sum_of_exponentials, weighted_sum, label_logit = sums
+    log_partition = peak + sum_of_exponentials.log()
+    entropy = log_partition - weighted_sum / sum_of_exponentials  # H = log Z − E[z]
+    return label_logit - log_partition, entropy, log_partition
