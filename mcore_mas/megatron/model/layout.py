@@ -15,10 +15,10 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Segment, depths
 
 # Up to about 512 tokens, a causal call of torch's kernel on the CPU takes as long as one without a mask:
-# it computes all pairs of queries and keys, and drops half of them. A segment of more than this number
-# of tokens is therefore cut into blocks. Within a block attention is causal; to earlier blocks it needs
-# no mask (see `_pair_halves`). Forward and backward passes over 512 tokens then take 0.7 to 0.8 of the
-# time.
+# it computes all pairs of queries and keys, and drops half of them. A longer segment than `_CPU_BLOCK`
+# is therefore cut into blocks of at most this length. Within a block attention is causal; to earlier
+# blocks it needs no mask (see `_pair_halves`). Forward and backward passes over 512 tokens then take
+# 0.7 to 0.8 of the time.
 _CPU_BLOCK = 128
 
 # Smallest shared memory of a GPU that multiplies with wgmma (H100, H200). There each of the two groups
@@ -334,8 +334,8 @@ def _cut_range(token_range: slice, max_block_tokens: int) -> list[slice]:
 
     Args:
         token_range: range to cut.
-        max_block_tokens: largest length of a block; a multiple of `_CPU_MULTIPLE` if the range is
-            longer.
+        max_block_tokens: largest length of a block. If the range is longer, this must be a multiple
+            of `_CPU_MULTIPLE`, because lengths are rounded up to one.
     """
     tokens = token_range.stop - token_range.start
     if tokens <= max_block_tokens:
