@@ -27,7 +27,10 @@ _MIN_MULTIPLICATIONS = 1 << 26
 
 
 def linear_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x weightᵀ of x [..., inputs] and a weight [outputs, inputs], without autograd."""
+    """Compute x weightᵀ of x [..., inputs] and a weight [outputs, inputs].
+
+    It is for the methods of an `autograd.Function`, which computes the gradients itself.
+    """
     is_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
     is_large = x.numel() * len(weight) >= _MIN_MULTIPLICATIONS
     if is_float32_on_cpu and is_large and _one_dnn_linear is not None:
@@ -38,7 +41,7 @@ def linear_product(x: Tensor, weight: Tensor) -> Tensor:
 class ColumnLinear(ColumnParallelLinear):
     """Megatron's linear layer whose output features are split over tensor-parallel ranks."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         exact = self.config.deterministic_mode
         return trained_linear(super()._forward_impl, input, weight, exact=exact, **kwargs)
 
@@ -46,7 +49,7 @@ class ColumnLinear(ColumnParallelLinear):
 class RowLinear(RowParallelLinear):
     """Megatron's linear layer whose input features are split over tensor-parallel ranks."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         exact = self.config.deterministic_mode
         return trained_linear(super()._forward_impl, input, weight, exact=exact, **kwargs)
 
@@ -58,13 +61,13 @@ class LastLinear(RowLinear):
     pass does not read the layer's output, so this product is not computed again.
     """
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         # Megatron runs the forward pass of a layer without autograd, and recomputes it with autograd.
         is_recomputed = self.training and torch.is_grad_enabled()
         if is_recomputed and weight.requires_grad:
             out: Tensor = _TrainedLinear.apply(input, weight, None)
             return out
-        return super()._forward_impl(input, weight, *args, **kwargs)
+        return super()._forward_impl(input, weight, **kwargs)
 
 
 def trained_linear(
@@ -115,8 +118,9 @@ def trained_linear(
 class _TrainedLinear(torch.autograd.Function):
     """`apply(x, weight, multiply)`: x weightᵀ.
 
-    `multiply` computes the product; if it is None, the output is left uninitialised. The gradient of
-    the weight is added to Megatron's float32 buffer, if there is one.
+    `multiply` computes the product; if it is None, the output is left uninitialised, because nothing
+    reads it (see `LastLinear`). The gradient of the weight is added to Megatron's float32 buffer, if
+    there is one.
     """
 
     @staticmethod

@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.Module):
         self.exact = config.deterministic_mode
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., hidden_size] along its last dimension."""
+        """Normalize x [..., hidden_size] along its last dimension."""
         out: Tensor
         if use_triton(x.device):
             out = KernelNorm.apply(x, self.weight, self.eps)
