@@ -47,7 +47,8 @@ def _evaluate(node: ast.AST) -> Fraction:
     """Return the value of an expression.
 
     Raises:
-        ValueError: the expression has other parts than numbers and operators, or a too large value.
+        ValueError: the expression has other parts than numbers and operators, an exponent that is
+            not a whole number, or a value that is too large.
         ArithmeticError: a division by zero.
     """
     match node:

@@ -184,6 +184,7 @@ class CodeEnv(SandboxedEnv):
         if answers.solution is None:
             return None
         results = await self._judge(answers.solution, answers.tests_of_cases(cases))
+        # Tests that have another form than the task's count as failed.
         return _count_passed(results) / max(len(cases), 1)
 
     async def _judge(self, program: str, tests: Sequence[Test]) -> list[RunResult]:

@@ -150,7 +150,7 @@ async def open_session(
         EnvError: the server does not answer, is full, or cannot reset its environment.
     """
     loop = asyncio.get_running_loop()
-    latest = loop.time() + patience_s
+    give_up_at = loop.time() + patience_s
     while True:
         session = OpenEnvSession(await find_url(), deadline_s)
         try:
@@ -159,7 +159,7 @@ async def open_session(
         except (SessionRefused, Unreachable) as error:
             await session.close()
             may_recover = restarts or isinstance(error, SessionRefused)
-            if not may_recover or loop.time() > latest:
+            if not may_recover or loop.time() > give_up_at:
                 raise
             await asyncio.sleep(_FULL_PAUSE_S)
         except BaseException:
@@ -211,7 +211,7 @@ class OpenEnvServers:
 
 
 class _Server:
-    """One process of a server."""
+    """Process of a server, which is started again at its next use if it has ended."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -225,12 +225,12 @@ class _Server:
         """Return the URL of the process when it listens; start the process if it does not run."""
         if self._process is None or self._process.poll() is not None:
             self._start()
-        latest = asyncio.get_running_loop().time() + start_s
+        give_up_at = asyncio.get_running_loop().time() + start_s
         async with aiohttp.ClientSession() as client:
             while not self._is_ready:
                 if self._process is not None and self._process.poll() is not None:
                     raise EnvError(f"openenv: the server ended: {self._last_line()}")
-                if asyncio.get_running_loop().time() > latest:
+                if asyncio.get_running_loop().time() > give_up_at:
                     raise EnvError(
                         f"openenv: the server did not listen at {self._url} within {start_s:g} s: "
                         f"{self._last_line()}"

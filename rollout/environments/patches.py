@@ -84,8 +84,8 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
             say which of several places it means.
     """
     patched = dict(files)
-    # The earlier edits of each file that have a line number: the index of their place in the original
-    # file, and the number of lines that they have added there.
+    # The earlier edits of each file that have a line number, as pairs: the index of the edit in the
+    # original file, and the number of lines that it has added, negative if it has removed some.
     additions: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for edit in edits:
         if edit.path not in patched and edit.old:
@@ -95,8 +95,10 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
         original_index = _original_index(edit)
         expected_start = None
         if original_index is not None:
-            above = [added for index, added in additions[edit.path] if index <= original_index]
-            expected_start = original_index + sum(above)
+            added_above = sum(
+                added for index, added in additions[edit.path] if index <= original_index
+            )
+            expected_start = original_index + added_above
             additions[edit.path].append((original_index, len(edit.new) - len(edit.old)))
 
         start = _find_lines(edit, lines, expected_start)
@@ -135,7 +137,7 @@ def _find_lines(edit: Edit, lines: Sequence[str], expected_start: int | None) ->
     Args:
         edit: the edit.
         lines: lines of the file, after the earlier edits.
-        expected_start: index by the edit's line number; None if it has no line number.
+        expected_start: index that follows from the edit's line number; None without a number.
 
     Raises:
         BadPatch: there is no such place, or more than one.

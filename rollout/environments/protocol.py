@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from rollout.records.trajectory import Task
 
@@ -93,6 +93,14 @@ class ResourceEnv(Protocol):
 
     async def close(self) -> None:
         """Release the resources; called at the end, also if `open` failed or was never called."""
+
+
+def is_resource_env(env: object) -> TypeGuard[ResourceEnv]:
+    """Return True if an environment has both `open` and `close`.
+
+    An environment with only one of them is neither opened nor closed.
+    """
+    return hasattr(env, "open") and hasattr(env, "close")
 
 
 class StatefulEnv(Protocol):

@@ -151,16 +151,15 @@ def gini(pairs: Pairs) -> float:
 def _gini(pairs: Pairs) -> float:
     """Return the Gini coefficient before normalisation.
 
-    Take the rows in the order of falling predictions. After each row, compute the rows' share so far
-    of the sum of all truths, and subtract their share of the number of rows. The coefficient is the
-    mean of these differences.
+    Sort the n rows by falling prediction, and let share_k be the sum of the first k truths over the
+    sum of all truths. The coefficient is the mean of share_k - k / n over k = 1, ..., n.
     """
     ordered = sorted(pairs, key=lambda pair: -pair[1])
     total = sum(truth for truth, _ in pairs)
     if not total:
         raise ValueError("gini needs truths whose sum is not 0")
     shares = accumulate(truth / total for truth, _ in ordered)
-    # The shares of the number of rows, 1 / n, 2 / n, ..., 1, sum to (n + 1) / 2.
+    # The sum of k / n over k = 1, ..., n is (n + 1) / 2.
     return float((sum(shares) - (len(pairs) + 1) / 2) / len(pairs))
 
 

@@ -56,26 +56,30 @@ class EnvHandler:
 
     async def _call(self, request: dict[str, Any]) -> Any:
         """Make the call that a request names; return its plain value."""
+        from rollout.environments.protocol import is_resource_env
+
         number = request["env"]
         method = request["method"]
         if method == "open":
             return await self._open(number, request["task"])
         if method == "close":
-            env = self._envs.pop(number, None)
-            if hasattr(env, "open") and hasattr(env, "close"):
+            env = self._envs.pop(number, None)  # None if the environment could not be made
+            if is_resource_env(env):
                 await env.close()
             return None
-        return to_plain(await getattr(self._envs[number], method)(*request["arguments"]))
+        call = getattr(self._envs[number], method)
+        return to_plain(await call(*request["arguments"]))
 
     async def _open(self, number: int, fields: dict[str, Any]) -> dict[str, Any]:
         """Make an environment and begin its task; return the problem and the names of its methods."""
         from rollout.base.errors import Unusable
+        from rollout.environments.protocol import is_resource_env
         from rollout.records.trajectory import Task
 
         task = Task(**{**fields, "answers": tuple(fields["answers"])})
         env = self._make_env(task)
         self._envs[number] = env
-        if hasattr(env, "open") and hasattr(env, "close"):
+        if is_resource_env(env):
             if "calls" in inspect.signature(env.open).parameters:
                 raise Unusable(
                     f"env {task.env}: its `open` takes `calls`, the calls on record, which a worker "

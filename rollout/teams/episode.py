@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from rollout.base.deadlines import Late, LateTool, with_deadline
 from rollout.base.errors import Defect, EngineError, EnvError
@@ -19,10 +19,10 @@ from rollout.environments.protocol import (
     Decision,
     Env,
     PlayedEnv,
-    ResourceEnv,
     StatefulEnv,
     Step,
     ToolCall,
+    is_resource_env,
 )
 from rollout.environments.tools import Tool
 from rollout.records.trajectory import Task, ToolEvent, Turn
@@ -93,8 +93,8 @@ class Episode:
 
     async def _open_env(self, opened: AsyncExitStack) -> None:
         """Open the environment if it has `open` and `close`."""
-        env = cast(ResourceEnv, self._env)
-        if hasattr(env, "open") and hasattr(env, "close"):
+        env = self._env
+        if is_resource_env(env):
             opened.push_async_callback(env.close)  # is called even if `open` fails
             open_env: Callable[..., Awaitable[None]] = env.open
             await self._call_env("open", partial(open_env, **self._supplied(open_env)), self._task)
