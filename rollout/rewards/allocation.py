@@ -62,7 +62,7 @@ def _with_reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Tu
 
 
 def describe_position(trajectory: Trajectory, turn: Turn | None = None) -> str:
-    """Format a trajectory and a turn for an error message, as "trajectory 0/t/0, turn 3 (solver)"."""
+    """Format a trajectory and, if given, a turn for an error message, as "trajectory 0/t/0, turn 3 (solver)"."""
     if turn is None:
         return f"trajectory {trajectory.id}"
     node = f", node {turn.node}" if turn.node else ""

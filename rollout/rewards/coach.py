@@ -17,7 +17,7 @@ from rollout.engines.remote.ledger import BudgetExhausted
 from rollout.engines.remote.protocol import ReplySettings
 from rollout.records.trajectory import Group, Message, Status, Trajectory, Turn
 from rollout.rewards.coach_config import CoachConfig
-from rollout.rewards.coach_prompt import answers_first, coach_messages, repair_messages
+from rollout.rewards.coach_prompt import coach_messages, repair_messages, requires_own_answer
 from rollout.rewards.coach_verdict import MalformedVerdict, parse_verdict
 
 
@@ -111,7 +111,7 @@ class Coach:
                     f"coach: {failure.message}; raise coach.budget to continue, replies so far are "
                     "kept"
                 )
-        return _add_scores(groups, scores)
+        return _merge_scores(groups, scores)
 
     def metrics(self) -> dict[str, float]:
         """Return failures by kind and metrics by agent since the last call, and the coach's total spending."""
@@ -170,17 +170,17 @@ class Coach:
 
     async def _judge(self, turn: Turn, messages: tuple[Message, ...]) -> Judgement:
         """Request a verdict on a turn, and once more if the first one is malformed."""
-        answer_first = answers_first(turn, self._config)
+        own_answer = requires_own_answer(turn, self._config)
         try:
             async with self._caller.slot() as deadline:
                 reply = await self._ask(turn.agent, messages, deadline)
                 try:
-                    return parse_verdict(reply, answer_first=answer_first)
+                    return parse_verdict(reply, require_own_answer=own_answer)
                 except MalformedVerdict as error:
                     problem = str(error)
                 messages = repair_messages(messages, reply, problem, turn=turn, config=self._config)
                 reply = await self._ask(turn.agent, messages, deadline)
-                return parse_verdict(reply, answer_first=answer_first)
+                return parse_verdict(reply, require_own_answer=own_answer)
         except TimeoutError:
             message = f"no verdict within {self._config.deadline_s:g} s"
             return Unscored(kind="deadline", message=message)
@@ -212,10 +212,10 @@ class Coach:
         return {"process": self._config.fallback}
 
 
-def _add_scores(
+def _merge_scores(
     groups: Sequence[Group], scores: Mapping[_TurnPosition, Mapping[str, float]]
 ) -> list[Group]:
-    """Return the groups with these scores added to those of their turns."""
+    """Return the groups with these scores merged into the scores of their turns, by name."""
     result = []
     for group_index, group in enumerate(groups):
         trajectories = []

@@ -21,7 +21,7 @@ def coach_messages(
 ) -> tuple[Message, ...]:
     """Return the messages that request a verdict on a turn."""
     material = _between_markers(_sections(task, trajectory, turn, config))
-    requests = [_TEXTS["answer_first" if answers_first(turn, config) else "grade"]]
+    requests = [_TEXTS["answer_first" if requires_own_answer(turn, config) else "grade"]]
     requests += _further_score_lines(turn, config)
     form = "\n".join(requests)
     return (
@@ -30,7 +30,7 @@ def coach_messages(
     )
 
 
-def answers_first(turn: Turn, config: CoachConfig) -> bool:
+def requires_own_answer(turn: Turn, config: CoachConfig) -> bool:
     """Return True if the coach must do the turn's task itself before it grades the turn.
 
     A judge without a reference rewards outputs that only look right, and a policy learns to write
@@ -63,7 +63,7 @@ def repair_messages(
         config: config of the coach.
     """
     lines = [_TEXTS["repair"].format(problem=problem)]
-    if answers_first(turn, config):
+    if requires_own_answer(turn, config):
         lines.append(_TEXTS["own_answer"])
     lines.append(_TEXTS["process"])
     lines += _further_score_lines(turn, config)

@@ -21,7 +21,7 @@ _ANSWER_LINE = re.compile(r"^[ \t>*_`#-]*OWN_ANSWER[*_` \t]*[:=].*[^\s*_`]", re.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
-def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]:
+def parse_verdict(reply: str, *, require_own_answer: bool = False) -> dict[str, float]:
     """Parse the scores of a verdict; process and outcome scores are clamped to their ranges.
 
     Text in a thought is ignored: all up to the last `</think>`, and all from a `<think>` after it that
@@ -30,8 +30,8 @@ def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]
 
     Args:
         reply: text of the coach.
-        answer_first: require a line OWN_ANSWER with the coach's own solution of the task, before the
-            first score.
+        require_own_answer: require a line OWN_ANSWER with the coach's own solution of the task,
+            before the first score.
 
     Returns:
         `process` from 0 (harmful) to 10 (as good as an expert), and, if the reply has them,
@@ -50,7 +50,7 @@ def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]
             raise MalformedVerdict(f"{name} is both {values[name]!r} and {value!r}")
     if "PROCESS_SCORE" not in values:
         raise MalformedVerdict("no line PROCESS_SCORE")
-    if answer_first:
+    if require_own_answer:
         _check_answer_comes_first(visible_reply)
     if values.get("ANSWER_CORRECT") not in (None, "0", "1"):
         raise MalformedVerdict(

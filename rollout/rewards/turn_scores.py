@@ -62,8 +62,8 @@ def turn_difference(
     """Reward every turn with the change of the score `metric` in its round.
 
     A round ends with a turn of an agent in `scored`; f of the round is the score `metric` of that
-    turn. All turns of a round get its f minus f of the round before, for example a search as well as
-    the answer that follows it. Before the first round f is 0. Turns after the last round get 0.
+    turn. All turns of a round, such as a search and the answer that follows it, get its f minus f of
+    the round before. Before the first round f is 0. Turns after the last round get 0.
 
     Args:
         metric: name of the score f, such as "token_f1" or "pass_rate".
@@ -71,8 +71,9 @@ def turn_difference(
         absolute: agents that get f itself, in every round.
 
     Raises:
-        RewardError: a turn in `scored` has no such score, a turn has another value than its round,
-            an agent in `absolute` spoke after the last measurement, or a trajectory is a tree.
+        RewardError: a turn of an agent in `scored` has no score `metric`, another turn has a score
+            `metric` that differs from f of its round, an agent in `absolute` spoke after the last
+            round, or a trajectory is a tree.
     """
 
     def rewards(trajectory: Trajectory) -> list[float]:
@@ -87,7 +88,7 @@ def turn_difference(
             turns_of_round = turns[round_start : index + 1]
             _check_equal_scores(trajectory, turns_of_round, metric)
             for turn in turns_of_round:
-                # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0.
+                # r = f_t for agents in `absolute`, else f_t - f_{t-1} with f_{-1} = 0.
                 # Source: UnityMAS-O (arXiv 2605.26646).
                 result.append(value if turn.agent in absolute else value - previous)
             previous = value

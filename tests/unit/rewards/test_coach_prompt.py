@@ -6,9 +6,9 @@ from dataclasses import replace
 from rollout.records.trajectory import Message, ToolEvent
 from rollout.rewards.coach_config import CoachConfig
 from rollout.rewards.coach_prompt import (
-    answers_first,
     coach_messages,
     repair_messages,
+    requires_own_answer,
 )
 from tests.support.coached import TASK, config, trajectory, turn
 
@@ -184,4 +184,4 @@ def test_a_turn_with_the_ground_truth_is_compared_with_it_and_not_answered_first
     played = trajectory(turn(0, "solver", "x"), turn(1, "verifier", "y"))
     assert "OWN_ANSWER" in user(played, 0, shown)
     assert "OWN_ANSWER" not in user(played, 1, shown)
-    assert [answers_first(turn, shown) for turn in played.turns] == [True, False]
+    assert [requires_own_answer(turn, shown) for turn in played.turns] == [True, False]

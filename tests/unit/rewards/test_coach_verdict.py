@@ -67,7 +67,7 @@ def test_anything_else_is_malformed(reply: str, problem: str) -> None:
     ],
 )
 def test_a_score_after_an_answer_of_the_coach(reply: str) -> None:
-    assert parse_verdict(reply, answer_first=True) == {"process": 2.0}
+    assert parse_verdict(reply, require_own_answer=True) == {"process": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_score_after_an_answer_of_the_coach(reply: str) -> None:
 )
 def test_a_score_without_an_earlier_answer_is_malformed(reply: str, problem: str) -> None:
     with pytest.raises(MalformedVerdict) as caught:
-        parse_verdict(reply, answer_first=True)
+        parse_verdict(reply, require_own_answer=True)
     assert str(caught.value) == problem
 
 
