@@ -138,13 +138,16 @@ class StreamedReply:
         """Return the answer in the form that it has without streaming.
 
         Raises:
-            EngineError: the server failed, or ended the stream before the reply.
+            EngineError: the server failed, or ended the stream before the reply was complete.
         """
         last = self._last_event
         reason = (last.get("meta_info") or {}).get("finish_reason")
-        # A stream has begun with status 200 before the request fails; the last event has the error.
+        # A request may fail after its stream has begun with status 200. The last event then has the
+        # error.
         if "error" in last or not reason or reason.get("status_code"):
-            message = _error_message(reason or last, "the stream ended before its reply")
+            message = _error_message(
+                reason or last, "the stream ended before the reply was complete"
+            )
             raise EngineError(f"SGLang {path}: {message}")
         meta = last["meta_info"] | self._logprobs
         return {**last, "output_ids": self._token_ids, "meta_info": meta}

@@ -287,7 +287,13 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self._lost_weights.settle()
 
     async def _take_update(self, replica: Replica, update: WeightUpdate) -> None:
-        """Apply an update to one server; if the server dies meanwhile, start it again with the weights."""
+        """Apply an update to one server; if the server dies meanwhile, start it again with the new weights.
+
+        Raises:
+            ServerLeft: as `Fleet.restart`.
+            EngineError: as `Fleet.restart`; or the server refuses the update, or has died with pushed
+                weights, which have no copy to load.
+        """
         starts = replica.starts
         try:
             await self._apply(replica, update)

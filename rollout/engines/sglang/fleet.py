@@ -293,6 +293,7 @@ class Fleet:
 
 
 async def _call_memory_saver(replica: Replica, tags: Sequence[str], *, free: bool) -> None:
+    """Have a server free the memory with these tags, or allocate it again; record it in `asleep`."""
     if free:
         await replica.client.call("/release_memory_occupation", {"tags": tags})
         replica.asleep.update(tags)
