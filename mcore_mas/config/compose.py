@@ -26,6 +26,7 @@ from mcore_mas.config.experiments import (
     GROUPS,
     Expansion,
     check_config_file,
+    check_mapping,
     expand_experiment,
     expand_recipe,
     find_config,
@@ -154,14 +155,14 @@ def _split_overrides(overrides: Sequence[Override]) -> tuple[dict[str, Any], lis
 
 
 def _check_choices(choices: Mapping[str, Any], folders: Sequence[Path]) -> None:
-    """Check that the chosen configs exist.
+    """Check that the chosen configs exist, and that their files hold mappings.
 
     Raises:
-        ConfigError: one of them does not; the nearest names are listed.
+        ConfigError: there is no config of this name (the nearest names are listed), or its file cannot be used.
     """
     for group, chosen in choices.items():
         for name in _names(chosen):
-            find_config(group, name, folders)
+            check_mapping(find_config(group, name, folders))
 
 
 @lru_cache(maxsize=256)
@@ -172,16 +173,22 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int
     therefore cached until a file, and with it `files_hash`, changes.
 
     Raises:
-        ConfigError: a file cannot be read or is not YAML, or holds one text or number.
+        ConfigError: a file cannot be loaded, or its `defaults` is not a list.
     """
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             config = hydra.compose("config", overrides=list(overrides))
     except yaml.YAMLError as error:  # its message names the file
         raise ConfigError(f"not YAML ({' '.join(str(error).split())})") from error
-    except OSError as error:  # also OmegaConf's error for a file that is one text or number
+    except (HydraException, OmegaConfBaseException):
+        raise  # `resolve` words these errors, of which some are an OSError or a ValueError too
+    except (OSError, ValueError, RecursionError) as error:
+        # The chosen files are mappings (see `_check_choices`); config.yaml, and a file that another one includes by
+        # its `defaults`, may be something else.
+        message = str(error).splitlines()[0]
         raise ConfigError(
-            f"a config of a group cannot be loaded: {error}; expected a file with a mapping of keys"
+            f"config.yaml or a config of a group cannot be loaded: {message}; expected a mapping of keys in UTF-8, "
+            "with a list as its defaults"
         ) from error
     return OmegaConf.to_container(config)  # type: ignore[return-value]
 

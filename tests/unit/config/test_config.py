@@ -634,17 +634,48 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slots: [", "not YAML .*engine/mine.yaml"),
-        ("3", "a config of a group cannot be loaded: .*expected a file with a mapping of keys"),
+        (b"slots: [", "not YAML .*engine/mine.yaml"),
+        (b"# \xe9\n", "engine/mine.yaml: not YAML .*is not in UTF-8"),
+        (b"slots: &loop [*loop]", "engine/mine.yaml: not YAML .*nested deeper than 100"),
+        (b"3", "engine/mine.yaml: int; expected a mapping of keys"),
+        (b"embedded", "engine/mine.yaml: str; expected a mapping of keys"),
+        (b"- embedded", "engine/mine.yaml: list; expected a mapping of keys"),
+        (b"defaults: 3", "Invalid defaults list in 'engine/mine'.*with a list as its defaults"),
+        (b"defaults: [sglnag]", "In 'engine/mine': Could not load 'engine/sglnag'"),
     ],
 )
 def test_a_mistake_in_a_file_of_a_group_is_one_line(
-    text: str, message: str, tmp_path: Path
+    text: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=f"^configs/ with .*: {message}") as caught:
+    (tmp_path / "engine" / "mine.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"^configs/ with .*: .*{message}") as caught:
         resolve(["experiment=demo_math", "engine=mine"], tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"engine: &loop [*loop]", "not YAML .*nested deeper than 100"),
+        (b"tiny", "str; expected a mapping of keys"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_one_line(text: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"recipe/mine.yaml: {message}") as caught:
+        resolve(["experiment=demo_math", "recipe=mine"], tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [b"3", b"# \xe9\n", b"seed: &loop [*loop]"])
+def test_a_config_yaml_that_cannot_be_loaded_is_one_line(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(text)
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml or a config .* cannot be loaded"
+    ) as caught:
+        resolve(["experiment=demo_math"], tmp_path)
     assert "\n" not in str(caught.value)
 
 
