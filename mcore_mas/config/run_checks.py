@@ -286,14 +286,17 @@ def _check_advantage(config: RunSections, name: str) -> None:
     required = REQUIRED_COLUMN.get(advantage.name)
     is_trained = agent.policy in config.trained
     if required == "values" and is_trained and config.policies[agent.policy].critic is None:
-        raise ValueError(f"{label} needs policies.{agent.policy}.critic")
+        raise ValueError(
+            f"{label} needs policies.{agent.policy}.critic; define it, or choose another advantage"
+        )
     if required == "greedy_rewards" and config.reward.name == "tree_shaping":
         raise ValueError(
-            f"{label} plays a greedy trajectory, which reward 'tree_shaping' has no reward for"
+            f"{label} compares with a greedy trajectory, which reward 'tree_shaping' has no reward for; choose another "
+            "advantage or reward"
         )
     if required == "step_rewards" and "trees" in config.vote_sources:
         raise ValueError(
-            f"{label} needs the rewards of consecutive steps, which trees do not have; choose another"
+            f"{label} needs the rewards of consecutive steps, which trees do not have; choose another advantage"
         )
 
     teacher = config.teachers.get(agent.policy)
