@@ -16,8 +16,8 @@ class AdvantageConfig(Choice):
 
     registry = Registry(kind="advantage", registered=ESTIMATORS, takes=("turns",))
 
-    # Number of turns of each agent that train, per task: further turns are dropped, and missing ones are repeated
-    # (M-GRPO). None: all turns train once.
+    # Turns per task that train, for each agent: surplus turns are dropped, and if there are too few, some count more
+    # than once (M-GRPO). None: every turn trains once.
     align: int | None = Field(None, ge=1)
 
 

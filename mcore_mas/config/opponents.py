@@ -10,7 +10,7 @@ from rollout.base.section import Section
 class PastConfig(Section):
     """Copies of a trained policy's earlier weights, with which an opponent plays.
 
-    The first copy is the model of the opponent, which is the one that the trained policy started from.
+    The first copy is the opponent's own model, which must be the model that the trained policy started from.
     """
 
     # Trained policy whose weights are copied.
@@ -19,8 +19,8 @@ class PastConfig(Section):
     every: int = Field(ge=1)
     # Number of newest copies from which each step chooses one.
     size: int = Field(8, ge=1)
-    # "uniform": all with the same probability; "newest": the most recent; "rating": in proportion to the score that
-    # their Elo rating expects against the trained policy.
+    # "uniform": all with the same probability; "newest": the most recent; "rating": with a probability proportional to
+    # the copy's expected score against the trained policy, computed from their Elo ratings.
     choose: Literal["uniform", "newest", "rating"] = "uniform"
 
 

@@ -151,7 +151,7 @@ class RunSections(Section):
         return any(may_be_stale)
 
     def trained_agents(self, policy: str) -> dict[str, float]:
-        """Return the loss weight of each agent that trains a policy."""
+        """Return the loss weight of each agent that trains `policy`."""
         return {
             name: agent.loss_weight
             for name, agent in self.agents.items()
@@ -171,10 +171,10 @@ class RunSections(Section):
             if agent.loss_weight and self.advantage_of(name).name in REPLAY_ESTIMATORS
         )
 
-    def replays_of(self, step: int) -> ReplayPlan | None:
-        """Return the replays of each trajectory in a step, for agents whose policies the step trains.
+    def replay_plan(self, step: int) -> ReplayPlan | None:
+        """Return the plan of the replays of every trajectory in a step; None if the run samples no alternatives.
 
-        The result is None if the run samples no alternatives.
+        Only the turns of agents whose policies the step trains get alternatives.
         """
         replays = self.trainer.replays
         if replays is None:
@@ -280,18 +280,22 @@ def for_policy(config: _Run, policy: str) -> _Run:
 
 
 def engine_holder(config: RunSections, policy: str) -> str:
-    """Return the policy whose engine samples for `policy`: its holder if one engine holds all adapters, else itself."""
+    """Return the policy whose engine samples for `policy`.
+
+    An engine that takes several adapters samples for all policies that share a base model, and belongs to the first
+    of them, the holder. Otherwise each policy has an engine of its own.
+    """
     engine = for_policy(config, policy).engine
-    holds_adapters = engine.name == "embedded" or engine.adapters == "slots"
-    return config.holder(policy) if holds_adapters else policy
+    takes_several_adapters = engine.name == "embedded" or engine.adapters == "slots"
+    return config.holder(policy) if takes_several_adapters else policy
 
 
 def schedule_length(config: RunSections, policy: str) -> int:
     """Return the length of the learning rate schedule of a policy, or of its critic, that has no `decay_steps`.
 
-    The length is the number of updates in the whole run. The steps of a critic's head start count, although only the
-    critic is updated in them. With `trainer.minibatch` the number of updates is not known beforehand, so the length
-    is the number of training steps.
+    The length is the number of the policy's updates in the whole run. The steps of a critic's head start count,
+    although only the critic is updated in them. With `trainer.minibatch` the number of updates is not known
+    beforehand, so the length is the number of steps that train the policy.
     """
     trainer = for_policy(config, policy).trainer
     if trainer.alternate is not None:

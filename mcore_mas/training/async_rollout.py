@@ -324,7 +324,7 @@ class AsyncRollouts:
             started=started,
             log=log,
             tree=trainer.branching,
-            replays=self.config.replays_of(step),
+            replays=self.config.replay_plan(step),
             surplus=trainer.surplus,
         )
         return await self._collector(step, options).collect(tasks, trainer.group_size)
