@@ -152,10 +152,10 @@ class HiddenTestFile:
         sites: comparisons by number.
         tests: test functions by qualified name, such as `TestAdd.test_one`.
         withheld: withheld values of parameters by number.
-        constants: values in the instrumented source of module-level names that are bound once to a
-            literal and that the tests never change; None for a withheld value.
         stable_names: module-level names that are bound once, and whose values the tests never
             change.
+        constants: the stable names that are bound to a literal, with the values that they have in
+            the instrumented source; a withheld value is None there.
         names: all names that the file may bind at module level; None if they are unknown.
         rebound_names: module-level names that functions of the file declare `global`.
         computing_modules: modules of the standard library with which the file may compute
@@ -166,8 +166,8 @@ class HiddenTestFile:
     sites: dict[int, Site] = field(default_factory=dict)
     tests: dict[str, HiddenTest] = field(default_factory=dict)
     withheld: dict[int, WithheldValue] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
     stable_names: list[str] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
     names: list[str] | None = None
     rebound_names: list[str] = field(default_factory=list)
     computing_modules: list[str] = field(default_factory=list)
@@ -235,9 +235,11 @@ def _instrument_test(
     """
     local_constants = _local_constants(function)
     parameters = _literal_parameters(function)
-    assigned = _count_assignments(function)
+    assignment_counts = _count_assignments(function)
     compared_names = _names_only_compared(function)
-    module_constants = {key: value for key, value in file.constants.items() if key not in assigned}
+    module_constants = {
+        key: value for key, value in file.constants.items() if key not in assignment_counts
+    }
     original = copy.deepcopy(function)
     while True:
         rewriter = _TestRewriter(
@@ -394,8 +396,8 @@ class _TestRewriter:
 
         A conjunction becomes an assertion of each part. A comparison with a stated value becomes a
         report of the other operand, which is compared outside of the sandbox. Another comparison is
-        made in the sandbox, which reports it if it is true; an identity stays as it is. In other
-        expressions, comparisons are guarded (see `_guard_comparisons`).
+        made in the sandbox, which reports it if it is true; a comparison by `is` or `is not` stays as
+        it is. In other expressions, comparisons are guarded (see `_guard_comparisons`).
         """
         test = _simplify(statement.test)
         statement.test = test
@@ -458,7 +460,11 @@ class _TestRewriter:
         return check
 
     def _guard_comparisons(self, expression: ast.expr) -> ast.expr:
-        """Return an expression whose comparisons `__compare__` makes, which finds operands that lie."""
+        """Return an expression whose comparisons are calls of `__compare__`.
+
+        `__compare__` detects operands that falsify comparisons, such as by an `__eq__` that is always
+        true.
+        """
         guarded: ast.expr = _ComparisonGuard(self._compare_call).visit(expression)
         return guarded
 
@@ -566,11 +572,20 @@ def _simplify(test: ast.expr) -> ast.expr:
 
 
 class _ComparisonGuard(ast.NodeTransformer):
-    """Transformer that replaces the comparisons of two operands in an expression, except identities."""
+    """Transformer that replaces each comparison of two operands by a call.
+
+    Comparisons by `is` and `is not` stay, because operands cannot falsify them. Chains such as
+    `a < b < c` stay, too.
+    """
 
     def __init__(
         self, compare_call: Callable[[ast.expr, Comparison, ast.expr, ast.expr], ast.expr]
     ) -> None:
+        """Configure the transformer.
+
+        Args:
+            compare_call: returns the call for a site, an operator and two operands.
+        """
         self._compare_call = compare_call
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
@@ -578,7 +593,8 @@ class _ComparisonGuard(ast.NodeTransformer):
         if len(node.ops) != 1 or isinstance(node.ops[0], ast.Is | ast.IsNot):
             return node
         comparison = _COMPARISONS[type(node.ops[0])]
-        return self._compare_call(ast.Constant(None), comparison, node.left, node.comparators[0])
+        no_site = ast.Constant(None)
+        return self._compare_call(no_site, comparison, node.left, node.comparators[0])
 
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
@@ -642,11 +658,11 @@ def _literal_assignment(statement: ast.stmt) -> tuple[str, Any]:
 
 def _local_constants(function: _Function) -> dict[str, Any]:
     """Return the literal values of local names that are assigned once, outside of inner blocks."""
-    assignments = _count_assignments(function)
+    assignment_counts = _count_assignments(function)
     constants = {}
     for statement in function.body:
         name, value = _literal_assignment(statement)
-        if name and assignments[name] == 1:
+        if name and assignment_counts[name] == 1:
             constants[name] = value
     return constants
 
@@ -666,25 +682,25 @@ def _names_only_compared(function: _Function) -> set[str]:
             operands += node.args[:2]
     compared = {id(operand) for operand in operands}
 
-    assigned = _count_assignments(function)
+    assignment_counts = _count_assignments(function)
     used_otherwise: set[str] = set()
     used: set[str] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             names = used if id(node) in compared else used_otherwise
             names.add(node.id)
-    return {name for name in used - used_otherwise if assigned.get(name) == 1}
+    return {name for name in used - used_otherwise if assignment_counts.get(name) == 1}
 
 
 def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
-    """Set the fields of a file that describe its module-level names."""
+    """Set the fields of a file about its module-level names and its imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             file.rebound_names += node.names
     file.names = _bound_names(tree)
     file.computing_modules = sorted(_imported_modules(tree) & _COMPUTING_MODULES)
 
-    assigned = _count_assignments(tree)
+    assignment_counts = _count_assignments(tree)
     changed = _names_that_may_change(tree) | set(file.rebound_names)
     for statement in tree.body:
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
@@ -692,7 +708,7 @@ def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
         target = statement.targets[0]
         if not isinstance(target, ast.Name) or target.id.startswith("__"):
             continue
-        if assigned[target.id] == 1 and target.id not in changed:
+        if assignment_counts[target.id] == 1 and target.id not in changed:
             file.stable_names.append(target.id)
             value = _literal(statement.value)
             if value is not _NO_LITERAL:

@@ -229,14 +229,16 @@ def _exact(expression: Any) -> Any:
 
 def _numbers_are_equal(guess: Any, gold: Any) -> bool:
     """Return True if two numbers are equal. A percentage such as 50 % equals both 50 and 1/2."""
-    guess_share = _percentage(guess)
-    gold_share = _percentage(gold)
-    if guess_share is not None and gold_share is not None:
-        return _values_are_equal(guess_share, gold_share)
-    if guess_share is not None:
-        return _values_are_equal(guess_share, gold) or _values_are_equal(guess_share / 100, gold)
-    if gold_share is not None:
-        return _values_are_equal(guess, gold_share) or _values_are_equal(guess, gold_share / 100)
+    guess_percent = _percentage(guess)
+    gold_percent = _percentage(gold)
+    if guess_percent is not None and gold_percent is not None:
+        return _values_are_equal(guess_percent, gold_percent)
+    if guess_percent is not None:
+        guess_values = (guess_percent, guess_percent / 100)
+        return any(_values_are_equal(value, gold) for value in guess_values)
+    if gold_percent is not None:
+        gold_values = (gold_percent, gold_percent / 100)
+        return any(_values_are_equal(guess, value) for value in gold_values)
     return _values_are_equal(guess, gold)
 
 
@@ -346,7 +348,10 @@ def _parts_are_equal(guess: Any, gold: Any) -> bool:
 
 
 def _parts(expression: Any) -> Iterator[Any]:
-    """Yield the expressions in a set, tuple, interval or matrix; nothing for relations."""
+    """Yield the expressions in a set, tuple, interval or matrix.
+
+    An expression that is none of these is its only part. A relation has no parts.
+    """
     import sympy
 
     if isinstance(expression, sympy.MatrixBase):
@@ -386,17 +391,22 @@ def _value_at(expression: Any, point: int) -> Any:
     import sympy
 
     numbers = {
-        symbol: sympy.I if symbol.name == "i" else _coordinate(symbol.name, point)
+        symbol: sympy.I if symbol.name == "i" else _symbol_value(symbol.name, point)
         for symbol in expression.free_symbols
     }
     return sympy.N(_exact(expression).xreplace(numbers).doit(), _VALUE_DIGITS)
 
 
-def _coordinate(symbol: str, point: int) -> Any:
-    """Return the fraction above 1 that stands for a symbol at a point."""
+def _symbol_value(name: str, point: int) -> Any:
+    """Return the number that replaces a symbol at a point: a fraction above 1, the same in all processes.
+
+    Args:
+        name: name of the symbol.
+        point: index of the point.
+    """
     import sympy
 
-    numerator = 101 + (zlib.crc32(f"{symbol} {point}".encode()) % 1009)
+    numerator = 101 + (zlib.crc32(f"{name} {point}".encode()) % 1009)
     return sympy.Rational(numerator, 97)
 
 

@@ -97,13 +97,14 @@ def _check_operand(size: int) -> int:
 
 
 def _exponent_end(text: str, start: int) -> int:
-    """Return the end of the exponent that starts at `start`, with the powers that follow it.
+    """Return the position after the exponent that starts at `start`.
 
-    An exponent is a bracket, a number with its sign, or one character.
+    An exponent is a text in brackets, a number with its sign, or one character. A power of it belongs
+    to it: the exponent in `2^3^4` is `3^4`.
     """
-    base = _EXPONENT.match(text, start)
-    end = base.end() if base else start
-    if base and base[0] in _DEPTH_CHANGE:
+    exponent = _EXPONENT.match(text, start)
+    end = exponent.end() if exponent else start
+    if exponent and exponent[0] in _DEPTH_CHANGE:
         end = _closing_bracket(text, start) + 1
     if text.startswith("^", end):
         return _exponent_end(text, end + 1)

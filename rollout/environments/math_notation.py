@@ -289,6 +289,7 @@ def _rewrite_systems(text: str) -> str:
     """Write a system of equations, in an array or cases, as a list of its equations."""
 
     def as_list(match: re.Match[str]) -> str:
+        """Return the equations of a system, joined by commas; a system with other rows is unchanged."""
         rows = [row.replace("&", "").strip(" ,;\n") for row in match["rows"].split("\\\\")]
         equations = [row for row in rows if row]
         if all(row.count("=") == 1 for row in equations):

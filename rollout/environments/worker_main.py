@@ -1,11 +1,11 @@
-"""Program of a worker process: it answers requests, each a line of JSON, one coroutine for each.
+"""Program of a worker process: it reads requests, one line of JSON each, and answers them concurrently.
 
     python -P worker_main.py FILE CLASS SETTINGS
 
 The class CLASS of the Python file FILE is called with SETTINGS, a JSON object. The instance, the
 handler, has the method `async answer(request) -> reply`. Requests have a `number`, which the reply
-repeats; `{"cancel": 3}` cancels request 3, whose reply is then an error. The process ends with its
-standard input. This file runs in other Python environments too, so it imports nothing of this
+repeats; `{"cancel": 3}` cancels request 3, whose reply is then an error. The process ends when its
+standard input is closed. This file runs in other Python environments too, so it imports nothing of this
 project.
 """
 
@@ -29,14 +29,14 @@ def load_handler(path: str, class_name: str, settings: dict[str, Any]) -> Any:
 
 
 async def answer_requests(handler: Any, output: TextIO) -> None:
-    """Answer requests concurrently until standard input ends."""
+    """Answer requests concurrently until standard input ends, then finish those that still run."""
     running: dict[int, asyncio.Task[None]] = {}
 
     async def reply(number: int, request: dict[str, Any]) -> None:
         try:
             result = await handler.answer(request)
             line = json.dumps({**result, "number": number}, default=str)
-        except BaseException as error:  # a request without a reply would be waited for without end
+        except BaseException as error:  # without a reply, the client would wait forever
             message = f"{type(error).__name__}: {error}"
             line = json.dumps({"error": message, "number": number})
         print(line, file=output, flush=True)
