@@ -46,7 +46,8 @@ class TrainerSpec(ParallelLayout):
         fp8_recipe: scaling of the factors in FP8, see `Fp8Recipe`.
         attention: "auto": Triton's kernels where there is CUDA; "torch": torch's kernels.
         bf16: train in bfloat16 with float32 master weights.
-        deterministic: compute in float32 on a CPU with the same bits as the embedded engine.
+        deterministic: in float32 on a CPU, compute the same bits as the embedded engine; on a GPU,
+            make Transformer Engine choose deterministic attention.
         cumem: value of NCCL_CUMEM_ENABLE for the ranks, unless the environment sets it; None:
             NCCL's choice.
         lr: learning rate after the warm-up.

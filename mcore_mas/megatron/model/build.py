@@ -277,9 +277,14 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         ModelError: the GPU cannot multiply in FP8 with the recipe of `spec`.
     """
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
-    has_grouped_experts = architecture.experts is not None and spec.layers == "te"
+    has_te_experts = architecture.experts is not None and spec.layers == "te"
+    # In Megatron's deterministic mode our modules compute the same bits as the embedded engine's
+    # `ExactDecoder`, which exists only for float32 on a CPU. Elsewhere `spec.deterministic` changes
+    # only Transformer Engine's attention, see `set_deterministic_kernels`.
+    matches_engine = spec.deterministic and not spec.bf16 and rank_device().type == "cpu"
     if spec.fp8 is not None:
         check_fp8_support(spec.fp8_recipe)
+    has_fused_rope = _install_fused_rope()
     return TransformerConfig(
         # architecture
         num_layers=architecture.layers,
@@ -301,7 +306,7 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         **_parallel_settings(spec),
         # precision, recomputation and initialisation
         bf16=spec.bf16,
-        deterministic_mode=spec.deterministic and not spec.bf16 and rank_device().type == "cpu",
+        deterministic_mode=matches_engine,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp8=spec.fp8,
@@ -312,9 +317,9 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         recompute_granularity=None if spec.recompute == "none" else spec.recompute,
         recompute_method="uniform" if spec.recompute == "full" else None,
         recompute_num_layers=1 if spec.recompute == "full" else None,
-        # Selective recomputation also recomputes SwiGLU. `GatedMLP` needs no setting for it;
+        # Selective recomputation also recomputes SwiGLU. `gated_projection` needs no setting for it;
         # "moe_act" recomputes the SwiGLU of Transformer Engine's experts.
-        recompute_modules=["layernorm", "moe_act"] if has_grouped_experts else ["layernorm"],
+        recompute_modules=["layernorm", "moe_act"] if has_te_experts else ["layernorm"],
         # Initialisation also marks the shards of parameters. A shard without a mark would be taken
         # for a duplicate, and be left out of the gradient norm.
         perform_initialization=True,
@@ -326,7 +331,7 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         masked_softmax_fusion=False,
         bias_activation_fusion=False,  # see GatedMLP
         bias_dropout_fusion=False,
-        apply_rope_fusion=_install_fused_rope(),
+        apply_rope_fusion=has_fused_rope,
         persist_layer_norm=False,
         # Gradients are summed over ranks and not rescaled: the token weights are normalised
         # already.
