@@ -1,7 +1,8 @@
 """Operators between the matrix products of layers on a CPU: norm, SwiGLU, rotation, exponentials.
 
 Forward and backward passes are written out in torch's operations, and pass over memory less often
-than autograd would. Norms and rotations of bfloat16 tensors are computed in float32 and rounded once.
+than autograd would. Norms and rotations of bfloat16 tensors are computed in float32. Norms and the
+gradients of both are rounded once, at the end; rotated queries and keys stay in float32.
 """
 
 from typing import Any
@@ -91,7 +92,9 @@ def _rotate(x: Tensor, cos_and_sin: Tensor, *, back: bool) -> Tensor:
 
 
 def rotate_on_cpu(x: Tensor, cos_and_sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate queries or keys by position (RoPE, arXiv 2104.09864), in float32 as attention is.
+    """Rotate queries or keys by position (RoPE, arXiv 2104.09864), in float32.
+
+    The result is not rounded to the type of x, because `TreeAttention` on a CPU takes float32.
 
     Args:
         x: [T, 1, heads, d]; element i is rotated together with element i + d / 2.
