@@ -1,9 +1,10 @@
-"""Experts of a layer that are multiplied together, with torch and Triton alone.
+"""Experts without Transformer Engine: linear layers that hold all experts of a layer, and their dispatcher.
 
 Without Transformer Engine, Megatron computes one expert after the other, once the host knows how
-many tokens each has. Here the weights of a layer's experts are stacked. On a GPU, torch multiplies the
-tokens of all experts in one launch, and a Triton kernel adds the gradients of the stack to Megatron's
-float32 buffer in another. Tokens are sorted by expert without the host (`SortedDispatcher`).
+many tokens each has. Here the weights of a layer's experts are stacked. On a GPU, one launch of
+torch's grouped product multiplies the tokens of all experts by their weights, and one launch of a
+Triton kernel adds the gradients of all these weights to Megatron's float32 buffer. Tokens are sorted
+by expert without the host (`SortedDispatcher`). On a CPU the experts are multiplied one by one.
 """
 
 from typing import Any
