@@ -6,10 +6,10 @@ subtree of k's segment. Softmax is computed block by block, as in FlashAttention
 2307.08691). Each result is summed by one program in a fixed order, without atomic operations, so
 that it has the same bits every time.
 
-A tile has one row for each query token and each head that shares a key/value head. Keys are thus
-loaded once for all these heads; a tile of 128 rows has only 32 tokens if 4 heads share a key/value
-head. A row is not used if its token is beyond the T tokens, or if it is left over because the number
-of heads does not divide the number of rows.
+A tile of queries has one row for each token and each head that shares a key/value head. Keys are
+thus loaded once for all these heads; a tile of 128 rows has only 32 tokens if 4 heads share a
+key/value head. A row is not used if its token is beyond the T tokens, or if it is left over because
+the number of heads that share a key/value head does not divide the number of rows.
 
 Three kinds of arguments are tuples:
 
