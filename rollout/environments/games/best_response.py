@@ -16,9 +16,8 @@ _State = TypeVar("_State", bound=Hashable)
 InformationSet = tuple[str, str]
 # Probability of each legal action, by information set.
 Strategy = Mapping[InformationSet, Mapping[str, float]]
-# Probability of each state (counterfactual reach): the player is taken to choose the actions that lead
-# to it, so only the deal and the opponent's actions are random.
-_Weights = dict[_State, float]
+# Probability of each state that the game may be in.
+_Distribution = dict[_State, float]
 
 
 def information_sets(game: ZeroSumGame[_State]) -> dict[InformationSet, tuple[str, ...]]:
@@ -70,47 +69,59 @@ def best_response_value(game: ZeroSumGame[_State], strategy: Strategy, player: s
     """Return the largest expected payoff of `player` against an opponent who follows `strategy`."""
     sign = 1 if player == FIRST else -1
 
-    def follow_opponent(state: _State, weight: float) -> Iterator[tuple[_State, float]]:
-        """Yield (state, weight) for each next state in which the player moves or the game has ended."""
+    def follow_opponent(state: _State, probability: float) -> Iterator[tuple[_State, float]]:
+        """Yield (state, probability) for each next state in which the player moves or the game has ended.
+
+        It is `state` itself if that holds for it already.
+        """
         mover = game.player(state)
         if mover is None or mover == player:
-            yield state, weight
+            yield state, probability
             return
-        for action, probability in strategy[mover, game.observe(state)].items():
-            yield from follow_opponent(game.play(state, action), weight * probability)
+        for action, action_probability in strategy[mover, game.observe(state)].items():
+            yield from follow_opponent(game.play(state, action), probability * action_probability)
+
+    def next_states(states: Iterable[tuple[_State, float]]) -> _Distribution[_State]:
+        """Return the probability of each next state in which the player moves or the game has ended."""
+        reached: _Distribution[_State] = {}
+        for start, start_probability in states:
+            for state, probability in follow_opponent(start, start_probability):
+                reached[state] = reached.get(state, 0.0) + probability
+        return reached
 
     def value(states: Iterable[tuple[_State, float]]) -> float:
-        """Return the player's largest expected payoff from states, given as (state, probability)."""
-        reached: _Weights[_State] = {}
-        for start, start_weight in states:
-            for state, weight in follow_opponent(start, start_weight):
-                reached[state] = reached.get(state, 0.0) + weight
+        """Return the player's largest expected payoff if the game is in one of several states.
 
+        Args:
+            states: (state, probability) of each; the probabilities sum to 1.
+        """
         total = 0.0
-        by_information_set: dict[str, _Weights[_State]] = {}
-        for state, weight in reached.items():
+        by_information_set: dict[str, _Distribution[_State]] = {}
+        for state, probability in next_states(states).items():
             if game.player(state) is None:
-                total += sign * weight * game.payoff(state)
+                total += sign * probability * game.payoff(state)
             else:
-                by_information_set.setdefault(game.observe(state), {})[state] = weight
+                by_information_set.setdefault(game.observe(state), {})[state] = probability
 
         for group in by_information_set.values():
-            reach = sum(group.values())
-            if reach:
-                beliefs = tuple((state, weight / reach) for state, weight in group.items())
-                total += reach * best_value(beliefs)
+            group_probability = sum(group.values())
+            if group_probability:
+                beliefs = tuple(
+                    (state, probability / group_probability) for state, probability in group.items()
+                )
+                total += group_probability * information_set_value(beliefs)
         return total
 
     @cache
-    def best_value(beliefs: tuple[tuple[_State, float], ...]) -> float:
+    def information_set_value(beliefs: tuple[tuple[_State, float], ...]) -> float:
         """Return the expected payoff of the best action in an information set.
 
-        The player cannot tell its states apart, so the same action is taken in all of them. The
-        result is stored, because many histories of a game without hidden information lead to one
-        state.
+        The player cannot tell its states apart, so the same action is taken in all of them. Values
+        are cached, because many histories of a game without hidden information lead to one state.
 
         Args:
-            beliefs: states of the information set, and the probability that the game is in each.
+            beliefs: (state, probability) of each state of the information set. The probabilities sum
+                to 1, so the cache has one entry however likely the information set is.
         """
         return max(
             value([(game.play(state, action), belief) for state, belief in beliefs])
