@@ -117,10 +117,10 @@ class Sudoku(Game[SudokuGrid]):
         return 0 not in state.cells and not _repeats(state.cells)
 
     def measure(self, state: SudokuGrid) -> Mapping[str, float]:
-        """Return `progress`: share of the empty cells that hold the digit of the solution."""
-        empty = [index for index, digit in enumerate(state.given) if not digit]
-        right = sum(state.cells[index] == state.solution[index] for index in empty)
-        return {"progress": right / len(empty) if empty else 1.0}
+        """Return `progress`: share of the cells without a given digit that are filled correctly."""
+        not_given = [index for index, digit in enumerate(state.given) if not digit]
+        correct = sum(state.cells[index] == state.solution[index] for index in not_given)
+        return {"progress": correct / len(not_given) if not_given else 1.0}
 
     def solve(self, state: SudokuGrid) -> str | None:
         return ", ".join("".join(row) for row in self.board(replace(state, cells=state.solution)))
@@ -281,29 +281,36 @@ class SudokuSource(PuzzleSource):
     name_format = "sudoku_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Draw a full grid, and remove digits in random order until `givens` are left.
-
-        A digit stays if the grid would have several solutions without it. If too many digits stay, the
-        draw has no puzzle.
-        """
-        grid = next(solutions((0,) * self.size**2, random))
-        if self.size == 9 and not owns(_canonical(grid)):
+        """Draw a full grid, and remove digits until `givens` are left."""
+        solution = next(solutions((0,) * self.size**2, random))
+        key_is_solution = self.size == 9
+        if key_is_solution and not owns(_canonical(solution)):
             return None
-        cells = list(grid)
-        digits_left = self.size**2
+        given = self._remove_digits(solution, random)
+        if given is None:
+            return None
+        if not key_is_solution and not owns(_canonical(given)):
+            return None
+        grid = SudokuGrid(size=self.size, given=given, cells=given, solution=solution)
+        return Sudoku().show(grid)
+
+    def _remove_digits(self, solution: Cells, random: Random) -> Cells | None:
+        """Remove digits in random order until `givens` are left; return None if more have to stay.
+
+        A digit has to stay if the grid would have several solutions without it.
+        """
+        cells = list(solution)
+        digits_left = len(cells)
         for index in random.sample(range(len(cells)), len(cells)):
             if digits_left == self._givens:
                 break
-            digit = cells[index]
             cells[index] = 0
-            if len(list(islice(solutions(tuple(cells)), 2))) == 1:
+            first_solutions = list(islice(solutions(tuple(cells)), 2))
+            if len(first_solutions) == 1:
                 digits_left -= 1
             else:
-                cells[index] = digit
-        given = tuple(cells)
-        if digits_left > self._givens or (self.size == 4 and not owns(_canonical(given))):
-            return None
-        return Sudoku().show(SudokuGrid(size=self.size, given=given, cells=given, solution=grid))
+                cells[index] = solution[index]
+        return tuple(cells) if digits_left == self._givens else None
 
     def slip(self, random: Random, actions: str) -> str:
         return puzzles.replace_one(
