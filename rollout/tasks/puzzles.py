@@ -74,10 +74,10 @@ def puzzle_demonstrations(
     """Yield `n` turns on training puzzles, in the order in which they were spoken.
 
     Roles `tool` and `planner` play the orchestra `game_team`, a role `player` plays `single`. If
-    the tool agent or the player slips, it makes one mistake in a right list of actions; if the
+    the tool agent or the player slips, it replaces one action of a solution at random; if the
     planner slips, it passes a proposal on unread. A policy that imitates them perfectly writes
-    well-formed replies, but is often wrong: by default half of the proposals are wrong, and half of
-    those are taken.
+    well-formed replies, but is often wrong: by default about half of the proposals are wrong, and
+    half of those are taken.
 
     Args:
         make_source: makes the source of puzzles from the options.

@@ -245,9 +245,9 @@ _MAX_CHARS = 2000  # a longer list is a failed generation
 def parse_actions(text: str) -> list[str]:
     """Return the actions of a list; [] if the text is not a list, is too long or has an empty action.
 
-    Actions are separated by commas, and the words of an action by spaces: `R, R, D` and `1 2 4,
-    2 1 3`. Lists as Python or JSON prints them are read, too: `["R", "R", "D"]` and `[[1, 2, 4],
-    [2, 1, 3]]`.
+    Actions are separated by commas, and the words of an action by spaces, as in `R, R, D` or
+    `1 2 4, 2 1 3`. Lists that Python or JSON has printed are accepted too: `["R", "R", "D"]` or
+    `[[1, 2, 4], [2, 1, 3]]`.
     """
     text = text.strip().translate(_PLAIN_SPELLING)
     if not text or len(text) > _MAX_CHARS:
@@ -372,13 +372,15 @@ class PuzzleSource(Protocol):
         return None
 
     def slip(self, random: Random, actions: str) -> str:
-        """Return a list of actions with one action changed at random, so that it has a mistake.
+        """Return a solution with one action replaced by a random other one.
 
-        Demonstrations show such a list if their teacher slips.
+        Demonstrations contain such mistakes on purpose, so that a policy that imitates them still
+        has something to learn. A few of the lists solve the puzzle nevertheless: in Blocksworld, a
+        block that has to be put aside may often be put on one of several places.
 
         Args:
             random: source of randomness.
-            actions: a list that solves a puzzle.
+            actions: a list of actions that solves a puzzle.
         """
 
 
