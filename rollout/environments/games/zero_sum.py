@@ -96,7 +96,7 @@ class ZeroSumEnv(Generic[_State]):
         """Return the player whose turn it is, and the player's observation."""
         state = self._running_state()
         player = self._game.player(state)
-        assert player is not None, "the game is not over"
+        assert player is not None, "a game that is running has a player to move"
         return Decision(player=player, observation=self._game.observe(state))
 
     async def step(self, action: str) -> Step:
