@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout.base.parquet import bounded_batches, open_parquet
-from rollout.records.files import RecordError, arrow_errors
+from rollout.records.files import RecordError, arrow_errors, table_rows
 
-_COLUMNS = ["id", "prompt", "answers"]
+# Columns that are read of a file of tasks.
+_SCHEMA = pa.schema({"id": pa.string(), "prompt": pa.string(), "answers": pa.list_(pa.string())})
 _BATCH_ROWS = 4096
 
 
@@ -51,7 +52,8 @@ def _search_file(path: Path, task_ids: Collection[str]) -> Iterator[tuple[str, T
     try:
         tasks = _read_columns(path, path.stat().st_mtime_ns)
         with arrow_errors(path, "a column has another type than expected"):
-            rows = tasks.filter(pc.is_in(tasks["id"], pa.array(task_ids, pa.string()))).to_pylist()
+            matches = tasks.filter(pc.is_in(tasks["id"], pa.array(task_ids, pa.string())))
+        rows = table_rows(path, matches, _SCHEMA)
     except (OSError, RecordError):
         return  # a list of trajectories without questions is better than none
     for row in rows:
@@ -61,12 +63,17 @@ def _search_file(path: Path, task_ids: Collection[str]) -> Iterator[tuple[str, T
 
 @lru_cache(maxsize=8)
 def _read_columns(path: Path, modified_ns: int) -> pa.Table:
-    """Read the columns of a file of tasks.
+    """Read id, prompt and answers of the tasks in a file, as far as it has these columns.
 
     The time of modification is a key of the cache, so that a modified file is read again.
+
+    Raises:
+        RecordError: the file cannot be read, or has no ids.
     """
     with arrow_errors(path, "not a readable file of tasks"), open_parquet(path) as file:
-        batches = list(bounded_batches(file, rows=_BATCH_ROWS, columns=_COLUMNS))
+        batches = list(bounded_batches(file, rows=_BATCH_ROWS, columns=_SCHEMA.names))
         # A file without rows has no batches.
-        table = pa.Table.from_batches(batches) if batches else file.read(columns=_COLUMNS)
-        return table.select(_COLUMNS)  # fails if a column is missing
+        table = pa.Table.from_batches(batches) if batches else file.read(columns=_SCHEMA.names)
+    if "id" not in table.column_names:
+        raise RecordError(f"{path}: no column id; expected {', '.join(_SCHEMA.names)}")
+    return table

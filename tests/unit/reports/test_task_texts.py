@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 
 from mcore_mas.reports.task_texts import TaskText, find_task_texts, read_task_texts
 from rollout.records.files import write_tasks
@@ -44,6 +49,23 @@ def test_files_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     write_tasks(good, [task(1)])
     paths = [damaged, pipe, tmp_path / "missing.parquet", good]
     assert read_task_texts(paths, ["t1"]) == {"t1": TaskText(question="?", answers=("1",))}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"id": ["t1"], "prompt": ["?"]},
+        {"prompt": ["?"], "answers": [["1"]]},
+        {"id": ["t1"], "prompt": ["?"], "answers": [1]},
+    ],
+)
+def test_files_with_other_columns_are_passed_over(
+    tmp_path: Path, columns: dict[str, list[Any]]
+) -> None:
+    other, good = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    pq.write_table(pa.table(columns), other)
+    write_tasks(good, [task(1)])
+    assert read_task_texts([other, good], ["t1"]) == {"t1": TaskText(question="?", answers=("1",))}
 
 
 def test_a_file_of_trajectories_finds_the_tasks_of_its_run(tmp_path: Path) -> None:
