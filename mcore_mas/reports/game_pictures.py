@@ -1,4 +1,4 @@
-"""Pictures of games: the boards that a trajectory went through, as SVG."""
+"""Pictures of games: the board of a trajectory's puzzle before and after each step, as SVG."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rollout.environments.games import GAMES
 from rollout.environments.games.game import BadPuzzle
 from rollout.orchestras.replies import parse_decided, parse_listed
 from rollout.records.files import RecordError, read_trajectories
-from rollout.records.trajectory import Task, Trajectory
+from rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
 
 _SQUARE_SIZE = 24  # pixels
 _BOARD_GAP = 16  # pixels
@@ -26,8 +26,8 @@ def write_game_pictures(
     Args:
         file: file of trajectories in a run's folder.
         out: a file named .svg for one trajectory, or a folder for all of them.
-        index: index of the trajectory to draw into a file.
-        trajectory_id: id of the trajectory to draw into a file; takes precedence over `index`.
+        index: index of the trajectory, if `out` is a file.
+        trajectory_id: id of the trajectory, if `out` is a file; takes precedence over `index`.
 
     Raises:
         RecordError: the file is not a file of trajectories, lies in no run's folder, or lacks the
@@ -57,10 +57,10 @@ def write_game_pictures(
 
 
 def _picture_files(folder: Path, trajectories: Sequence[Trajectory]) -> dict[Path, Trajectory]:
-    """Return trajectories by the file in a folder that each is drawn into.
+    """Choose a file in a folder for the picture of each trajectory; return trajectories by file.
 
-    Trajectories whose ids differ only in characters that `picture_name` replaces would share a file.
-    The names of all but the first of them get a number, such as `-2`.
+    Trajectories have the same `picture_name` if their ids are equal, or differ only in characters
+    that the name replaces. All but the first of them get a number, such as `-2`.
     """
     files: dict[Path, Trajectory] = {}
     for trajectory in trajectories:
@@ -90,27 +90,38 @@ def picture_name(trajectory: Trajectory) -> str:
 
 
 def game_actions(trajectory: Trajectory) -> list[str]:
-    """Return the actions of each step of a game; "" for a step without actions.
+    """Return the text with which each step of a game was taken: a list of actions, or "".
 
-    The last turn before a step decides on its actions. If this turn wrote a program, they are what
-    the program printed. A malformed turn and a failed program decide on none.
+    A step of the game follows each round of turns. The last turn of the round gives the list, in its
+    reply, or in the output of its program. A malformed reply and a failed program give none.
     """
+    # A later turn of a round replaces an earlier one.
     last_turns = {turn.round: turn for turn in trajectory.path}
-    printed = {
-        (event.node, event.after_turn): "" if event.failed else parse_listed(event.result)
-        for event in trajectory.tools
-    }
-    actions = []
-    for _, turn in sorted(last_turns.items()):
-        decided = printed.get((turn.node, turn.index), parse_decided(turn.text))
-        actions.append((decided or "") if turn.valid else "")
-    return actions
+    program_calls = {(event.node, event.after_turn): event for event in trajectory.tools}
+    return [
+        _actions_of_turn(turn, program_calls.get((turn.node, turn.index)))
+        for _, turn in sorted(last_turns.items())
+    ]
+
+
+def _actions_of_turn(turn: Turn, program_call: ToolEvent | None) -> str:
+    """Return the list of actions that a turn decided on, as a text; "" without one.
+
+    Args:
+        turn: turn before a step of a game.
+        program_call: run of the turn's program; None if the turn has no program.
+    """
+    if not turn.valid:
+        return ""
+    if program_call is None:
+        return parse_decided(turn.text) or ""
+    if program_call.failed:
+        return ""
+    return parse_listed(program_call.result) or ""
 
 
 def draw_boards(task: Task, actions: Sequence[str]) -> str:
-    """Draw the boards that a task went through from left to right; return the SVG.
-
-    The first board is the task's own, and one more follows for each step.
+    """Return an SVG with a row of boards: the puzzle of a task, and the board after each step.
 
     Args:
         task: puzzle of a game.
