@@ -69,8 +69,8 @@ class Evaluations:
             rows = rows[rows["source"] == dataset]
         return {dataset: _task_means(rows)} if len(rows) else {}
 
-    def answers(self, experiment: str, state: str) -> int:
-        """Return the number of answers to each task, the k of avg@k."""
+    def answers_per_task(self, experiment: str, state: str) -> int:
+        """Return the number of answers to each task, the k of avg@k; for GAIN that of the trained team."""
         if state == GAIN:
             state = "trained"
         return int(self._scores[f"{experiment}/{state}"]["k"].iloc[0])
@@ -146,12 +146,13 @@ def _cell_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[st
         published = cell.published
         if isinstance(published, float) and not table.fraction:
             published /= 100
+        answers_per_task = evaluations.answers_per_task(cell.experiment, cell.state)
         yield {
             **_position(cell),
             "experiment": cell.experiment,
             "policy_state": cell.state,
             "dataset": cell.dataset,
-            "measured": f"{cell.our_metric}@{evaluations.answers(cell.experiment, cell.state)}",
+            "measured": f"{cell.our_metric}@{answers_per_task}",
             **_mean_with_interval(scores, f"{cell.dataset}/{cell.metric}"),
             "paper_value": published,
         }
@@ -202,9 +203,10 @@ def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the CSV columns that compare a line with the paper, by name.
 
     `paper_source` and `grade` are those of the table. `tolerance` is the distance from our mean to
-    the end of its interval on the side of the published number, plus the rounding of that number.
-    `within` is True if our mean and the published number differ by at most the tolerance.
-    `tolerance` and `within` are None if no task was scored, or no single number is published.
+    the end of its interval on the side of the published number, plus `_ROUNDING`, also for a
+    difference of two published numbers. `within` is True if our mean and the published number differ
+    by at most the tolerance. `tolerance` and `within` are None if no task was scored, or no single
+    number is published.
     """
     agreement = {
         "paper_source": table.source,

@@ -148,9 +148,9 @@ def _loss_option(option: str, config: RunConfig) -> Any:
 
 
 def _describe_choice(choice: Choice | None) -> Any:
-    """Return a list of the name of a choice and its options that are floats; None without a choice.
+    """Return [name, *options that are floats] of a choice; None without a choice.
 
-    The choice "none" has no options, and is returned as its name.
+    The choice "none" has no options, so its name is returned without a list.
     """
     if choice is None:
         return None
@@ -161,21 +161,30 @@ def _describe_choice(choice: Choice | None) -> Any:
 
 
 def _estimator_option(estimators: Collection[str], option: str, config: RunConfig) -> Any:
-    """Return an option of the agents' estimators.
+    """Return the value of an option in the estimators of all agents, joined by `_common_value`.
 
-    The value is None for an agent whose estimator is not in `estimators`, or has no such option.
+    Args:
+        estimators: names of the estimators to look at; for an agent with another one, the value is
+            None.
+        option: name of the option.
+        config: config of the run.
     """
     values = []
     for agent in config.agents:
         estimator = config.advantage_of(agent)
-        parameters: Mapping[str, inspect.Parameter] = {}
-        if estimator.name in estimators:
-            parameters = inspect.signature(ESTIMATORS[estimator.name]).parameters
         value = None
-        if option in parameters:
-            value = estimator.options.get(option, parameters[option].default)
+        if estimator.name in estimators:
+            value = _option_or_default(estimator, option)
         values.append(value)
     return _common_value(values)
+
+
+def _option_or_default(estimator: Choice, option: str) -> Any:
+    """Return an option of an estimator, or its default; None if the estimator has no such option."""
+    parameters = inspect.signature(ESTIMATORS[estimator.name]).parameters
+    if option not in parameters:
+        return None
+    return estimator.options.get(option, parameters[option].default)
 
 
 def _estimator(config: RunConfig) -> Any:

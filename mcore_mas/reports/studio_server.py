@@ -100,7 +100,7 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
         page = studio.trajectory(run, file, index)
         return HTMLResponse(page, headers={"Content-Security-Policy": _TRAJECTORY_POLICY})
 
-    answers: dict[str, Callable[..., Any]] = {
+    handlers: dict[str, Callable[..., Any]] = {
         "/": first_page,
         "/trajectory": trajectory,
         **{path: partial(_script, path) for path in _SCRIPTS},
@@ -116,8 +116,8 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
     }
     return Starlette(
         routes=[
-            Route(path, _endpoint(answer, token, headers), methods=["GET"])
-            for path, answer in answers.items()
+            Route(path, _endpoint(handler, token, headers), methods=["GET"])
+            for path, handler in handlers.items()
         ]
     )
 
@@ -134,19 +134,19 @@ def _script(path: str) -> Response:
 
 
 def _endpoint(
-    answer: Callable[..., Any], token: str | None, headers: Mapping[str, str]
+    handler: Callable[..., Any], token: str | None, headers: Mapping[str, str]
 ) -> Callable[[Request], Any]:
-    """Return an endpoint that calls `answer` with the checked parameters of a request.
+    """Return an endpoint that calls `handler` with the checked parameters of a request.
 
     The endpoint answers with status 400 if a parameter is invalid, and with 404 if a run or a file
     is missing or cannot be read.
 
     Args:
-        answer: function that returns a response, or a value to send as JSON.
+        handler: function that returns a response, or a value to send as JSON.
         token: token that a request must have; see `studio_app`.
         headers: headers of the response, unless it sets them itself.
     """
-    checked_answer = validate_call(answer)
+    checked_handler = validate_call(handler)
 
     async def endpoint(request: Request) -> Response:
         _check_access(request, token)
@@ -155,7 +155,7 @@ def _endpoint(
             name: value for name, value in request.query_params.items() if value and name != "token"
         }
         try:
-            result = await asyncio.to_thread(checked_answer, **parameters)
+            result = await asyncio.to_thread(checked_handler, **parameters)
         except ValidationError as error:
             first_error = error.errors()[0]
             parameter = ".".join(map(str, first_error["loc"]))

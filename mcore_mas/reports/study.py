@@ -1,7 +1,7 @@
 """Study of estimators or other settings: trainings of the same teams, compared over the seeds of a suite.
 
 `study_stability` writes the study. Its measures are `norm_measures`, `validation_measures`,
-`squared_advantages_by_agent` and `skills`.
+`squared_advantages_by_agent` and `skill_measures`.
 """
 
 import math
@@ -124,11 +124,12 @@ def _agent_rewards(trajectory: Trajectory) -> list[tuple[str, float]]:
     return [(turn.agent, turn.reward) for turn in trajectory.turns if turn.reward is not None]
 
 
-def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def skill_measures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the skill and the entropy of each agent over completed trajectories.
 
-    The skill of an agent is the mean score "right" of its turns, if they have this score. The
-    entropy is the mean negative log-probability of its sampled tokens.
+    The skill of an agent is the mean score "right" of its turns. This score is a metric of the
+    environment's steps; without it, as in most environments, the agent has no skill. The entropy is
+    the mean negative log-probability of the agent's sampled tokens.
     """
     turns: list[Turn] = []
     for trajectory in trajectories:
@@ -194,7 +195,7 @@ def _measure_run(run: str, base_run: str, config: Mapping[str, Any]) -> dict[str
         **validation_measures(train_metrics),
         **norm_measures(train_metrics),
         **{f"A² under one (μ, σ) {agent}": mean for agent, mean in squared_advantages.items()},
-        **skills(_read_all_trajectories(folder / "evaluation" / "trained")),
+        **skill_measures(_read_all_trajectories(folder / "evaluation" / "trained")),
     }
 
 
@@ -298,8 +299,8 @@ def _check_pairs(team: str, by_setting: Mapping[str, pd.DataFrame]) -> None:
 def _markdown_study(findings: pd.DataFrame) -> str:
     """Return a table for each team: a row per measure, a column per setting and difference.
 
-    A cell has the mean and, in brackets, its 95 % interval. If it has fewer seeds than others of the
-    team, it also says how many.
+    A cell has the mean and, in brackets, its 95 % interval. A cell with fewer seeds than another cell
+    of the team also has the number of its seeds.
     """
     team_seeds = findings.groupby("team")["seeds"].transform("max")
     cells = []
@@ -312,7 +313,9 @@ def _markdown_study(findings: pd.DataFrame) -> str:
     teams = []
     findings = findings.assign(cell=cells, team_seeds=team_seeds)
     for team, rows in findings.groupby("team", sort=False):
-        table = rows.pivot_table("cell", "measure", "setting", aggfunc="first", sort=False)
+        table = rows.pivot_table(
+            values="cell", index="measure", columns="setting", aggfunc="first", sort=False
+        )
         text = markdown_table(table.fillna("").reset_index())
         teams.append((team, rows["team_seeds"].iloc[0], text))
     return render_page("study.md.jinja", teams=teams)

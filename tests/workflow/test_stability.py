@@ -19,7 +19,7 @@ from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.step_metrics import MetricsError
 from mcore_mas.reports.study import (
     norm_measures,
-    skills,
+    skill_measures,
     squared_advantages_by_agent,
     study_stability,
     validation_measures,
@@ -114,7 +114,7 @@ def test_skill_and_entropy_are_of_completed_turns() -> None:
         trajectory(turn(0, scores={"right": 0.0}, logprobs=(-1.0,))),
         failed(turn(0, scores={"right": 1.0}, logprobs=(-9.0,))),
     ]
-    assert skills(trajectories) == {
+    assert skill_measures(trajectories) == {
         "skill solver": 0.5,
         "entropy solver": 1.0,
         "entropy rescuer": 3.0,
