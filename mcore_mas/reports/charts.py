@@ -130,7 +130,8 @@ def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
             metrics[run] = read_metrics(path)
     if not metrics:
         return ""
-    # The root element declares the namespace of SVG, so the picture is a whole file as it is.
+    # The root element declares the namespace of SVG, so the text is a complete file without an XML
+    # declaration.
     return key_curves(metrics).strip()
 
 

@@ -133,7 +133,12 @@ class PaperTable(Section):
 
     @cached_property
     def cells(self) -> tuple[PaperCell, ...]:
-        """All cells, in the order of blocks, rows, columns and metrics."""
+        """All cells, in the order of blocks, rows, columns and metrics.
+
+        Raises:
+            ValueError: published values, a state or a metric are invalid, or a field of the
+                experiment's name is missing.
+        """
         cells: list[PaperCell] = []
         for block in self.blocks:
             self._check_values(block)

@@ -18,11 +18,11 @@ class MetricsError(ValueError):
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run's steps, of which the file must have at least one.
+    """Read the metrics of a run's steps.
 
     Raises:
-        MetricsError: the file cannot be read, its lines hold no JSON object, a row has no step, or
-            there is no row.
+        MetricsError: the file cannot be read, it has no row, no line holds a JSON object, or a row has
+            no step.
     """
     rows = read_step_rows(path)
     if not rows:
@@ -38,7 +38,8 @@ def read_step_rows(path: Path) -> Metrics:
     Values that are not numbers are left out.
 
     Raises:
-        MetricsError: the file cannot be read, its lines hold no JSON object, or a row has no step.
+        MetricsError: the file cannot be read, it has lines but none holds a JSON object, or a row has
+            no step.
     """
     try:
         if not path.is_file():

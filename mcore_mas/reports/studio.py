@@ -39,8 +39,8 @@ from rollout.records.trajectory_lists import (
 )
 
 _ROWS_PER_PAGE = 100  # of a list of trajectories
-_LOG_BYTES = 20_000  # at the end of a log, which are shown
-_MAX_CONFIG_BYTES = 2_000_000  # at the beginning of a config, which are shown
+_LOG_BYTES = 20_000  # number of bytes that are shown of the end of a log
+_MAX_CONFIG_BYTES = 2_000_000  # number of bytes that are shown of the beginning of a config
 # A list shows the beginnings of questions and answers; the page of a trajectory has all of them.
 _MAX_QUESTION_LETTERS = 300
 _MAX_ANSWER_LETTERS = 100
@@ -104,7 +104,7 @@ class Studio:
         return list(map(str, agents)) if isinstance(agents, Mapping) else []
 
     def config(self, run: str) -> str:
-        """Return the resolved config of a run as YAML; of a very large one only the beginning."""
+        """Return the resolved config of a run as YAML; only its beginning if it is very large."""
         with (self._run_folder(run) / "config.yaml").open("rb") as file:
             return escape_text(file.read(_MAX_CONFIG_BYTES).decode("utf-8", errors="replace"))
 
@@ -169,7 +169,11 @@ class Studio:
         return {} if timeline is None else asdict(timeline)
 
     def log(self, run: str) -> str:
-        """Return the end of the training's log."""
+        """Return the last bytes of the training's log; "" if there is no log.
+
+        A log that is a link to a file outside of the run's folder is not read. A message about it is
+        returned instead.
+        """
         folder = self._run_folder(run)
         path = folder / "logs" / "train.log"
         if not path.is_file():

@@ -50,7 +50,7 @@ def print_trajectory(
         advantages: advantages of turns.
         branches: True to print also the branches of a tree that did not lead to the outcome, and
             the alternatives of turns.
-        head: begin with ids, status and outcome.
+        head: True to print ids, status and outcome first.
         agent_tools: names of each agent's tools, which are printed where the agent first speaks.
     """
     if head:
@@ -70,7 +70,8 @@ def print_trajectory(
             names = ", ".join(agent_tools[turn.agent])
             console.print(plain_text(f"tools of {turn.agent}: {names}", "dim"))
         shown_agents.add(turn.agent)
-        # A turn, its alternatives and the turns of sibling branches have the same index and prompt.
+        # A turn, its alternatives and the turns of sibling branches have the same index and prompt,
+        # so their messages are printed once.
         if turn.index not in shown_indices:
             for message in turn.new_messages:
                 console.print(_message_panel(message, turn.agent))
