@@ -101,6 +101,7 @@ def _parse(path: str, reply: HttpReply) -> Any:
 
 
 def _error_message(body: Any, text: str) -> str:
+    """Return the error message in the JSON of an answer, or `text` if it has none; on one line."""
     if isinstance(body, dict):
         message = body.get("message") or body.get("error_message") or body.get("error")
         if isinstance(message, dict):
@@ -119,15 +120,15 @@ class StreamedReply:
         """Prepare to collect a reply.
 
         Args:
-            on_tokens: called with the new tokens of each event.
-            abort: called once if `on_tokens` returns False; the last event then comes soon.
+            on_tokens: called with the new tokens of each event but the last, until it returns False.
+            abort: called when `on_tokens` returns False; the last event then comes soon.
         """
         self._on_tokens = on_tokens
         self._abort = abort
-        self._wants_more = True
 
     def begin(self) -> Callable[[bytes], None]:
         """Drop what an earlier attempt received; return the function that takes the answer's bytes."""
+        self._wants_more = True
         self._rest = b""
         self._last_event: dict[str, Any] = {}
         self._token_ids: list[int] = []
@@ -305,11 +306,12 @@ def scoring_body(reply: ScoredReply, *, adapter: str | None = None) -> dict[str,
 
 
 def parse_scores(answer: Mapping[str, Any], reply: ScoredReply) -> list[float]:
-    """Return the log-probabilities [C] of a reply's tokens in the answer to `scoring_body`.
+    """Return the log-probabilities of a reply's tokens in the answer to a request with `scoring_body`.
 
     Raises:
         EngineError: a token has no log-probability, or the entries are of other tokens.
     """
+    # An entry is [log-probability, token id, text].
     size = len(reply.completion_ids)
     entries = (answer["meta_info"].get("input_token_logprobs") or [])[-size:]
     if [entry[1] for entry in entries] != list(reply.completion_ids):

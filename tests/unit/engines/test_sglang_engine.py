@@ -558,6 +558,33 @@ def test_the_recorded_stream_of_a_real_server_is_read_in_parts_of_any_size(
     assert spans(completion) == [(3, 0, 4)]
 
 
+def test_a_reply_that_is_streamed_again_is_ended_again() -> None:
+    """Break the stream after the callback has ended the reply, before the last event."""
+    meta = {
+        "finish_reason": None,
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-0.5, 7, None]],
+    }
+    event = b"data: " + json.dumps({"output_ids": [7], "meta_info": meta}).encode() + b"\n\n"
+    positions: list[int] = []
+    aborts: list[str] = []
+
+    def end_reply(position: int, token_ids: Sequence[int]) -> bool:
+        positions.append(position)
+        return False
+
+    reply = StreamedReply(TokenCallback(end_reply), lambda: aborts.append("abort"))
+    reply.begin()(event)
+    assert positions == [0]
+    assert len(aborts) == 1
+
+    take = reply.begin()
+    take(event)
+    take(event)  # the server has not ended the reply yet
+    assert positions == [0, 0]
+    assert len(aborts) == 2
+
+
 def test_a_failure_in_a_stream_is_an_engine_error() -> None:
     reason = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": None}
     meta = {"finish_reason": reason, "completion_tokens": 0, "output_token_logprobs": []}
