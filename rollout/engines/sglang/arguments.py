@@ -23,11 +23,27 @@ _FREE_GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 @cache
 def _argument_kinds() -> dict[str, str]:
-    """Return the kind of each argument: a key of `_TYPES`, `_UNCHECKED`, or the reason why it cannot be set."""
+    """Return the kind of each argument that can be set: a key of `_TYPES`, or `_UNCHECKED`."""
     kinds: dict[str, str] = {}
-    for kind, names in read_yaml(Path(__file__).with_suffix(".yaml")).items():
-        kinds |= dict.fromkeys(names.split(), kind)
+    for kind, names in _read_arguments().items():
+        if kind in _TYPES or kind == _UNCHECKED:
+            kinds |= dict.fromkeys(names.split(), kind)
     return kinds
+
+
+@cache
+def _refusal_reasons() -> dict[str, str]:
+    """Return the reason why an argument cannot be set, for each such argument."""
+    reasons: dict[str, str] = {}
+    for key, names in _read_arguments().items():
+        if key not in _TYPES and key != _UNCHECKED:
+            reasons |= dict.fromkeys(names.split(), key)
+    return reasons
+
+
+def _read_arguments() -> dict[str, str]:
+    """Read the names of the arguments, separated by spaces, by their kind or the reason why they cannot be set."""
+    return dict(read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
 def with_dashes(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,19 +54,21 @@ def with_dashes(options: Mapping[str, Any]) -> dict[str, Any]:
 def argument_error(options: Mapping[str, Any]) -> str:
     """Validate `engine.options`; return the first problem, or ""."""
     kinds = _argument_kinds()
+    reasons = _refusal_reasons()
     for name, value in with_dashes(options).items():
-        kind = kinds.get(name)
-        if kind is None:
+        if name in reasons:
+            return f"{name} is not to be given to the servers; {reasons[name]}"
+        if name not in kinds:
+            hint = nearest_hint(name, [*kinds, *reasons])
             return (
-                f"SGLang {SGLANG_VERSION} has no argument '{name}'{nearest_hint(name, kinds)}; "
+                f"SGLang {SGLANG_VERSION} has no argument '{name}'{hint}; "
                 "`sglang.launch_server --help` lists them"
             )
+        kind = kinds[name]
         if kind in _TYPES:
             description, types = _TYPES[kind]
             if value is not None and type(value) not in types:
                 return f"{name}: expected {description} or null (got {value!r})"
-        elif kind != _UNCHECKED:
-            return f"{name} is not to be given to the servers; {kind}"
     return ""
 
 
@@ -78,10 +96,15 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
 
 
 def nccl_cumem(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return the value of NCCL_CUMEM_ENABLE that a server sets for itself.
+    """Return the value of NCCL_CUMEM_ENABLE in a server; other ranks of its NCCL group need the same one.
 
-    See `_set_envs_and_config` of SGLang's entrypoints/engine.py and, for DeepEP v2, `_handle_a2a_moe`
-    of its arg_groups/moe_hook.py. Symmetric memory needs 1, whatever the environment says.
+    SGLang sets the variable if the environment does not, and sets 1 in any case for symmetric memory.
+    See `_set_envs_and_config` of its entrypoints/engine.py and, for DeepEP v2, `_handle_a2a_moe` of
+    its arg_groups/moe_hook.py.
+
+    Args:
+        options: arguments of the server.
+        environment: environment variables of the server.
     """
     arguments = with_dashes(options)
     if arguments.get("enable-symm-mem"):
