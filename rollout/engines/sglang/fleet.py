@@ -224,13 +224,14 @@ class Fleet:
 
         async def move(replica: Replica) -> None:
             await self._wait_until_ready(replica)
-            while True:  # a server that died meanwhile may have other tags asleep
+            while True:
                 if free:
                     remaining = [tag for tag in wanted if tag not in replica.asleep]
                 else:
                     remaining = [tag for tag in wanted if tag in replica.asleep]
                 if not remaining:
                     return
+                # The loop repeats the call if the server died and was started again.
                 async with self._restarting(replica):
                     await _call_memory_saver(replica, remaining, free=free)
 
@@ -247,19 +248,10 @@ class Fleet:
         After that the server has only the weights of the model's folder, and is `stale`.
 
         Raises:
+            Unanswered: the server was lost again.
             ServerLeft, EngineError: as `restart`.
         """
-        reason = await replica.end_reason()
-        if not reason:
-            raise EngineError(
-                f"SGLang at {replica.client.url}: {error}; its process runs but does not answer"
-            )
-        if replica not in self.replicas:
-            raise ServerLeft
-        if replica.client.url in self._members and self.leave(replica, reason):
-            raise ServerLeft
-        if not replica.owned:
-            raise EngineError(f"SGLang: {reason}")
+        reason = await self._end_reason(replica, error)
         if not self._restarts.take():
             raise EngineError(f"SGLang: {reason}; no restart is left")
         self.tell(f"SGLang: {reason}; started again, {self._restarts.remaining} restarts left")
@@ -281,6 +273,35 @@ class Fleet:
                     # The server was lost again; its next start must free the memory too.
                     replica.asleep.update(asleep)
                     raise
+
+    async def _end_reason(self, replica: Replica, error: Unanswered) -> str:
+        """Return the reason why a server that can be started again has ended.
+
+        A server that has joined (see `update_members`) was not started here. It leaves, unless it is the
+        last one.
+
+        Args:
+            error: error of the call that the server did not answer.
+
+        Raises:
+            ServerLeft: the server leaves, or has left already.
+            EngineError: the process of the server runs but does not answer, or it was not started
+                here and cannot leave.
+        """
+        reason = await replica.end_reason()
+        if not reason:
+            raise EngineError(
+                f"SGLang at {replica.client.url}: {error}; its process runs but does not answer"
+            )
+        if replica not in self.replicas:
+            raise ServerLeft
+        if replica.client.url in self._members:
+            has_left = self.leave(replica, reason)
+            if has_left:
+                raise ServerLeft
+        if not replica.owned:
+            raise EngineError(f"SGLang: {reason}")
+        return reason
 
     async def _wait_until_ready(self, replica: Replica) -> None:
         """Wait until a server is ready; start it if it has not been started.
