@@ -354,6 +354,7 @@ def majority(group: Group) -> Group:
 
 
 def _answer(trajectory: Trajectory) -> str:
+    """Return the final answer of a trajectory; raise RewardError if it has none or is a tree."""
     answer = require_no_tree(trajectory).answer
     if answer is None:
         raise RewardError(

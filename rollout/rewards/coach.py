@@ -114,7 +114,7 @@ class Coach:
         return _merge_scores(groups, scores)
 
     def metrics(self) -> dict[str, float]:
-        """Return failures by kind and metrics by agent since the last call, and the coach's total spending."""
+        """Return failures by kind and metrics by agent since the last call, and the spending of the run so far."""
         statistics = self._statistics
         failures_by_kind = self._failures_by_kind
         self._statistics = defaultdict(_AgentStatistics)

@@ -132,6 +132,7 @@ def _listed_files(events: Iterable[ToolEvent], last_turn_index: int) -> str:
 
 
 def _format_event(event: ToolEvent, limit: int) -> str:
+    """Return the text of a tool call, with at most `limit` characters of its query and of its result."""
     query = truncate_middle(event.query, limit)
     result = truncate_middle(event.result, limit)
     return f"{event.tool}: {query}\n{result}"

@@ -309,7 +309,8 @@ def coach(
     """Reward every turn with the coach's score; mask turns that the coach did not score.
 
     Args:
-        measure: name of one of the coach's scores; its score "process" is from 0 to 10.
+        measure: name of one of the coach's scores: "process", from 0 to 10, or, if the coach is asked
+            for them, "outcome" and "answer_correct", from 0 to 1.
         scale: factor of the score; MAPPA uses 1.
         clip: (low, high) to which the scaled score is clipped; null: it is not clipped.
         outcome_weight: weight of the trajectory's outcome, which is added; must be 0 for trees,
