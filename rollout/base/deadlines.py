@@ -16,8 +16,8 @@ class Late(Exception):
     """Something took longer than its deadline.
 
     Attributes:
-        part: `agent/<name>`, `tool/<env>.<method>` or `tool/program`, which names the late part in the
-            metrics.
+        part: name of the late part in the metrics: `agent/<name>`, `tool/<env>.<method>`,
+            `tool/tools.<name>` or `tool/program`.
     """
 
     def __init__(self, message: str, part: str = "") -> None:

@@ -32,14 +32,14 @@ class Deadlines(Section):
 
     # Deadline of one reply of a policy's engine, from when its client asks the engine.
     call_s: float | None = Field(None, gt=0)
-    # Deadline of one step or other call of the environment.
+    # Deadline of one step or other call of the environment, and of one call of a tool.
     tool_s: float | None = Field(None, gt=0)
     # Deadline of one trajectory.
     trajectory_s: float | None = Field(None, gt=0)
     # Deadline of all trajectories that a step or a validation plays.
     batch_s: float | None = Field(None, gt=0)
-    # Most turns of a trajectory, in a tree of each branch; at the next one it fails. This ends an
-    # orchestra that never returns.
+    # Most turns of a trajectory, or of each branch of a tree; it fails at the next one. This ends an
+    # orchestra that would ask agents forever.
     max_turns: int | None = Field(1000, ge=1)
 
 

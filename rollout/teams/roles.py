@@ -27,7 +27,9 @@ class ChatRules(Section):
     calls_per_turn: int = Field(8, ge=1)
     # Most tool calls of the agent in a trajectory; further ones are not made.
     calls: int = Field(64, ge=1)
-    # Deadline of a tool call in seconds; a call that is a step of the environment has collection.tool_s instead.
+    # Deadline of a tool call in seconds; a call that takes longer gets a result that says so. A call that is a step of
+    # the environment has collection.tool_s instead. If collection.tool_s is lower than call_s, it ends every tool call,
+    # and fails the trajectory.
     call_s: float = Field(30.0, gt=0)
     # Characters of a tool result that the agent reads; the middle of a longer one is left out.
     result_chars: int = Field(4000, ge=2)

@@ -228,6 +228,33 @@ def test_a_broken_tool_fails_its_trajectory(qwen: Renderer) -> None:
     assert without_location(trajectory.error) == error
 
 
+async def with_endless_tool(task: Any, team: Any, env: Any) -> None:
+    async def wait() -> str:
+        """Wait without end."""
+        await asyncio.Event().wait()
+        return "over"
+
+    await answer(team.chat("a", tools=[tool_of(wait)]), env, "one?")
+
+
+@pytest.mark.parametrize(("call_s", "tool_s"), [(0.05, 5.0), (5.0, 0.05)])
+def test_a_tool_call_has_two_deadlines(qwen: Renderer, call_s: float, tool_s: float) -> None:
+    trajectory, _ = play(
+        qwen,
+        with_endless_tool,
+        call("wait", "{}"),
+        "done",
+        rules=ChatRules(call_s=call_s),
+        deadlines=Deadlines(tool_s=tool_s),
+    )
+    if call_s < tool_s:
+        assert trajectory.error == ""
+        assert [event.result for event in trajectory.tools] == ["wait: nothing came within 0.05 s"]
+    else:
+        assert trajectory.status is Status.LATE
+        assert trajectory.error == "LateTool: tools.wait: nothing came within 0.05 s"
+
+
 async def with_helpers(task: Any, team: Any, env: Any) -> None:
     """Orchestra whose agent a has a tool that asks agent b two questions at once."""
 
