@@ -228,7 +228,7 @@ async def program(
                     raise (session.overlong or error) from error.__cause__
                 answer = ""
                 await _record_crash(team, error)
-    if not team.has_trained_turn:
+    if not team.has_trainable_turn:
         raise session.overlong or Unasked(
             _unasked_error(session.refused_calls, session.last_refusal)
         )

@@ -19,7 +19,6 @@ from rollout.environments.protocol import (
     Decision,
     Env,
     PlayedEnv,
-    StatefulEnv,
     Step,
     ToolCall,
     is_resource_env,
@@ -38,7 +37,8 @@ class Episode:
     """One play of an orchestra on a task.
 
     The orchestra gets the episode as its environment. The episode passes every call on to the
-    environment, with a deadline, and records steps, rewards and tool calls.
+    environment, and records rewards, answers, metrics and tool calls. Calls that are awaited have a
+    deadline.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Episode:
 
         Args:
             tool_s: deadline of one call of the environment or a tool, in seconds; None: no deadline.
-            name: name of the environment in errors; "": the task's name for it.
+            name: name of the environment in errors; "": `task.env`.
         """
         self.session = session
         self.rewards: list[float] = []  # rewards of all steps
@@ -70,7 +70,10 @@ class Episode:
         self._tool_s = tool_s
 
     async def play(self) -> None:
-        """Run the orchestra; store an error of an engine or the environment in `error`."""
+        """Open the environment and the tools, run the orchestra, and close what was opened.
+
+        An EngineError or EnvError fails the episode: it is stored in `failure`, and its text in `error`.
+        """
         opened_env = AsyncExitStack()
         opened_tools = AsyncExitStack()
         try:
@@ -97,15 +100,16 @@ class Episode:
         if is_resource_env(env):
             opened.push_async_callback(env.close)  # is called even if `open` fails
             open_env: Callable[..., Awaitable[None]] = env.open
-            await self._call_env("open", partial(open_env, **self._supplied(open_env)), self._task)
+            arguments = self._accepted_arguments(open_env)
+            await self._call_env("open", partial(open_env, **arguments), self._task)
 
     async def _open_tools(self, opened: AsyncExitStack) -> None:
-        """Open every agent's tools."""
+        """Open every agent's tools, and have the session make tool calls with `run_tool`."""
         for agent in self.session.agents:
             tools: list[Tool] = []
             for name, maker in agent.tools.items():
                 with DefectGuard(f"tools.{name}"):
-                    tools_context = maker(**self._supplied(maker))
+                    tools_context = maker(**self._accepted_arguments(maker))
                 tools += await self._timed(
                     f"tools.{name}", opened.enter_async_context, tools_context
                 )
@@ -113,7 +117,7 @@ class Episode:
                 self.session.tools[agent.name] = tools
         self.session.run_tool = self.run_tool
 
-    def _supplied(self, function: Callable[..., object]) -> dict[str, object]:
+    def _accepted_arguments(self, function: Callable[..., object]) -> dict[str, object]:
         """Return those of the arguments `env` and `calls` that a function has parameters for."""
         arguments = {"env": self, "calls": self.session.calls}
         parameters = inspect.signature(function).parameters
@@ -122,7 +126,7 @@ class Episode:
     async def run_tool(
         self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int
     ) -> ToolCall:
-        """Make the tool call of a turn, with the deadline of tools, and record it."""
+        """Make the tool call of a turn within the deadline `tool_s`, and record it."""
         started_s = time.time()
         with self.session.waits_for(f"tools.{name}"):
             tool_call = await self._timed(f"tools.{name}", call)
@@ -182,7 +186,7 @@ class Episode:
 
     def _update_state(self) -> None:
         """Store the environment's state in the session, if the environment has a method `state`."""
-        get_state = getattr(self._env, StatefulEnv.state.__name__, None)
+        get_state = getattr(self._env, "state", None)  # see StatefulEnv
         if get_state is not None:
             with DefectGuard(f"{self._name}.state"):
                 self.session.state = get_state()
@@ -196,14 +200,14 @@ class Episode:
     async def run(self, program: str) -> ToolCall:
         started_s = time.time()
         tool_call = await self._call_optional(PlayedEnv.run, "run a program", program)
-        self._record(tool_call, self.session.task_turn, started_s)
+        self._record(tool_call, self.session.current_task_turn, started_s)
         return tool_call
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
         started_s = time.time()
         step = await self._call_optional(PlayedEnv.check, "run an agent's tests", program, cases)
         for tool_call in step.tools:
-            self._record(tool_call, self.session.task_turn, started_s)
+            self._record(tool_call, self.session.current_task_turn, started_s)
         return step
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
@@ -216,7 +220,7 @@ class Episode:
         started_s = time.time()
         files = await self._call_optional(PlayedEnv.files, "keep files")
         listing = ToolCall(tool="files", query="", result="\n".join(files))
-        self._record(listing, self.session.task_turn, started_s)
+        self._record(listing, self.session.current_task_turn, started_s)
         return files
 
     async def forget(self) -> None:
@@ -225,7 +229,13 @@ class Episode:
     async def _call_optional(
         self, method: Callable[..., Awaitable[_T]], ability: str, *arguments: object
     ) -> _T:
-        """Call the environment's method of an optional protocol; raise EnvError if it has none."""
+        """Call a method that an environment need not have; raise EnvError if this one lacks it.
+
+        Args:
+            method: the method in `PlayedEnv`.
+            ability: what an environment with the method can do, for the error.
+            arguments: arguments of the call.
+        """
         call = getattr(self._env, method.__name__, None)
         if call is None:
             raise EnvError(
@@ -244,7 +254,7 @@ class Episode:
     async def _timed(
         self, call_name: str, call: Callable[..., Awaitable[_T]], *arguments: object
     ) -> _T:
-        """Make a call within the deadline of tools; a Defect or LateTool has the call's name."""
+        """Make a call within the deadline `tool_s`; a Defect or LateTool has the call's name."""
 
         async def guarded() -> _T:
             with DefectGuard(call_name):

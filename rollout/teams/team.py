@@ -102,7 +102,7 @@ class TeamSession:
     def __init__(
         self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord | None = None
     ) -> None:
-        # Record of the calls of tools and environments that act outside the run.
+        # Record of the tool and environment calls that a restart must not repeat.
         self.calls = calls or CallRecord()
         self.replies: dict[int, RecordedReply] = {}  # replies of policies, by the seed of the call
         self.scores: dict[int, dict[str, float]] = {}  # scores by name, by turn
@@ -120,10 +120,12 @@ class TeamSession:
         self._team = team
         self._seed_path = seed_path
         self._name = "/".join(map(str, seed_path))
+        # By index; without the rounds and the later scores, which `turns` adds.
         self._turns: dict[int, Turn] = {}
         self._rounds: dict[int, int] = {}  # number of the round, by turn
-        self._calls_begun = 0
-        self._latest_turn: dict[object, int] = {}  # by the asyncio task that asked for the turn
+        self._calls_begun = 0  # also the index of the next turn
+        # Index of the latest turn, by the asyncio task that asked for it.
+        self._latest_turn: dict[object, int] = {}
         self._chat_counts: Counter[str] = Counter()  # number of chats, by agent
         self._tool_call_counts: Counter[str] = Counter()  # number of tool calls, by agent
         # A round is the turns before a step of the environment. Further steps belong to it until the
@@ -146,13 +148,13 @@ class TeamSession:
         return self._turns[max(self._turns)] if self._turns else None
 
     @property
-    def task_turn(self) -> Turn | None:
+    def current_task_turn(self) -> Turn | None:
         """The latest turn that the running asyncio task asked for; `last_turn` if it asked for none."""
         index = self._latest_turn.get(asyncio.current_task())
         return self.last_turn if index is None else self._turns[index]
 
     def turn(self, index: int) -> Turn:
-        """Return the turn of this index."""
+        """Return the turn of this index as it was recorded; `turns` adds rounds and later scores."""
         return self._turns[index]
 
     def token_texts(self, turn: Turn) -> list[str]:
@@ -174,7 +176,7 @@ class TeamSession:
         return self._team.agents.values()
 
     @property
-    def has_trained_turn(self) -> bool:
+    def has_trainable_turn(self) -> bool:
         """True if an agent whose tokens can be trained has replied.
 
         In a team of remote models alone, no agent can be trained, and any reply counts.
