@@ -162,7 +162,7 @@ class Chat:
         return reply
 
     async def prompt_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of prompt tokens of a reply to these messages."""
+        """Return the number of prompt tokens of a reply to the conversation with these messages added."""
         return await self._host.prompt_tokens(self._agent, (*self.messages, *messages), self._state)
 
     async def run(self, max_turns: int) -> AgentReply:
@@ -278,7 +278,7 @@ class Chat:
     async def _results(self, calls: Sequence[ToolUse], reply: AgentReply) -> list[str]:
         """Make the tool calls of a reply; return their results.
 
-        The result of a call that is not made is the reason.
+        The result of a call that is not made says why.
         """
         results = [self._refusal(number, call, reply) for number, call in enumerate(calls)]
         allowed = [number for number, refusal in enumerate(results) if not refusal]
@@ -298,7 +298,9 @@ class Chat:
         return call.name in self._tools and self._tools[call.name].parallel
 
     def _refusal(self, number: int, call: ToolUse, reply: AgentReply) -> str:
-        """Return the reason why a call is not made, or ""; count the agent's calls.
+        """Return the reason why a call is not made; "" if it is made.
+
+        A call that is well-formed and within `calls_per_turn` counts towards the agent's `calls`.
 
         Args:
             number: position of the call in the reply, from 0.
@@ -333,14 +335,14 @@ class Chat:
         return (await self._host.run_tool(call.name, call_or_recall, reply.turn)).result
 
     async def drop_results(self) -> bool:
-        """Drop the older half of the remaining tool results; return False if there are none."""
-        results = []  # indices of the messages with these results
+        """Replace the older half of the remaining tool results by a note; return False if there are none."""
+        remaining = []  # indices of the messages with these results
         for index, message in enumerate(self.messages):
             if message.role == "tool" and message.content != _DROPPED:
-                results.append(index)
-        if not results:
+                remaining.append(index)
+        if not remaining:
             return False
-        dropped = results[: (len(results) + 1) // 2]
+        dropped = remaining[: (len(remaining) + 1) // 2]
         for index in dropped:
             self.messages[index] = replace(self.messages[index], content=_DROPPED)
         earlier = self._pending_scores.get("dropped_results", 0.0)

@@ -48,7 +48,7 @@ class CollectOptions:
     """Options of a collection, in addition to the team, the tasks and the environment."""
 
     tree: Branching | None = None  # None: trajectories do not branch
-    # Replays of each trajectory; None: it is not replayed. They exclude a tree.
+    # Replays of each trajectory; None: trajectories are not replayed. Replays and a tree exclude each other.
     replays: ReplayPlan | None = None
     # fields that replace those of every agent's `Sampling`
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -67,8 +67,8 @@ class Collector:
     """Collector of one step's trajectories, with a team, an environment and an orchestra.
 
     Attributes:
-        policies_of: returns, for the id of a task, the policies that replace those of some agents in
-            the task's trajectories, by agent; None: no policy is replaced.
+        policies_of: takes the id of a task, and returns policies by agent. In the task's trajectories,
+            these replace the policies of those agents. None: no policy is replaced.
     """
 
     team: Team
@@ -82,8 +82,8 @@ class Collector:
     async def collect(self, tasks: Sequence[Task], group_size: int) -> list[Group]:
         """Play each task `group_size` times, and `surplus` times more, all at once.
 
-        With a surplus, the trajectories of a task that still run are given up once `group_size` of
-        them are completed.
+        With a surplus, once `group_size` trajectories of a task are completed, those of its
+        trajectories that still run are given up.
 
         Returns:
             A group for each task, in the order of the tasks. It has all trajectories, also those
@@ -110,6 +110,11 @@ class Collector:
         The trajectory has status FAILED if its engine, environment or orchestra fails, LATE if a call
         or the whole trajectory misses its deadline, and ABORTED if the batch's deadline passes or the
         group is full before it ends. One that fails by a `Defect` is quarantined.
+
+        Args:
+            task: task to play.
+            sample: number of the trajectory in its group, from 0.
+            quota: countdown of the group; None: the group has no surplus.
         """
         options = self.options
         trajectory_id = f"{self.step}/{task.id}/{sample}"

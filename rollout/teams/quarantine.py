@@ -98,7 +98,13 @@ class Quarantined:
 
     @classmethod
     def read(cls, path: Path) -> Quarantined:
-        """Read a file that `write_quarantined` wrote; raise RecordError if it is missing or another file."""
+        """Read a file that `write_quarantined` wrote.
+
+        The traceback and the messages that were answered are in the file for people, and are left out.
+
+        Raises:
+            RecordError: the file is missing, or `write_quarantined` did not write it.
+        """
         try:
             value = read_json(path)
             task_fields = value["task"]

@@ -1,9 +1,9 @@
 """Counterfactual replays: alternative replies to a turn, each played to its outcome (C3, arXiv 2603.06859).
 
-A trajectory is played first. Then, for each of its turns, the history is repeated from the record,
-another reply to the same prompt is sampled, and the trajectory is continued with this alternative.
-The continuation has the seeds of the trajectory, and a call with the same prompt as in the trajectory
-gets the recorded reply. So outcomes differ only because of the alternative.
+A trajectory is played first. Then, for each turn that gets alternatives, the history is repeated from
+the record, another reply to the same prompt is sampled, and the trajectory is continued with this
+alternative. The continuation has the seeds of the trajectory, and a turn with the same prompt as in
+the trajectory gets the recorded reply. So outcomes differ only because of the alternative.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ReplayedPlay(BranchedPlay):
             await gather_or_cancel(map(self._replay_without, decisions))
 
     def _decisions(self) -> list[_Decision]:
-        """Return the turns that may get alternatives: those of the plan's agents that can train."""
+        """Return the turns that may get alternatives: those of the plan's agents that are not masked."""
         turns = {turn.index: turn for turn in self.episode.turns}
         decisions = []
         for number, answered in enumerate(self._branches[0].rounds):
@@ -225,7 +225,8 @@ class ReplayedPlay(BranchedPlay):
             if call.index != decision.turn or call.chat or isinstance(answer, Exception):
                 continue
             turn, reply = answer
-            # Another seed, so that calls to the outside are not mistaken for those of the trajectory.
+            # The names of branches are made of the seeds of their turns. With a seed of its own, the
+            # replay does not get the results that `CallRecord` keeps for calls of the trajectory.
             empty_turn = replace(turn, text="", seed=derive_seed(turn.seed, "removed"))
             empty_answer = (empty_turn, replace(reply, text="", value=None))
             branch = await self._replay_branch(decision, "", {call_key(call): empty_answer})

@@ -71,8 +71,8 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 
     words = {name for name in _keyword_names(calls) if name}
     words |= _string_literals(nodes)
-    function = inspect.unwrap(getattr(orchestra, "func", orchestra))
-    is_shipped = getattr(function, "__module__", "").startswith("rollout.")
+    module_name = getattr(_innermost_function(orchestra), "__module__", "")
+    is_shipped = module_name.startswith("rollout.")
     if not is_shipped and _slots_may_come_from_elsewhere(nodes, calls):
         return None
     return frozenset(filter(str.isidentifier, words))
@@ -138,7 +138,7 @@ def _team_arguments(call: ast.Call, function: _FunctionNode) -> list[ast.expr]:
 
 def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
     """Return the syntax nodes of an orchestra's module, or None if its source is not known."""
-    function = inspect.unwrap(getattr(orchestra, "func", orchestra))
+    function = _innermost_function(orchestra)
     module = inspect.getmodule(function)
     try:
         if not _is_compiled_from(function, inspect.getfile(module)):  # type: ignore[arg-type]
@@ -147,6 +147,12 @@ def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
     except (OSError, TypeError, SyntaxError):
         return None
     return list(ast.walk(tree))
+
+
+def _innermost_function(orchestra: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of an orchestra that is decorated, or a `functools.partial`."""
+    function: Callable[..., Any] = inspect.unwrap(getattr(orchestra, "func", orchestra))
+    return function
 
 
 def _keyword_names(calls: Sequence[ast.Call]) -> set[str | None]:

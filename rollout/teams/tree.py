@@ -70,8 +70,10 @@ class BranchedPlay:
         self.error = ""  # why the play failed
         # Replies in all branches, by the seed of the call.
         self.replies: dict[int, RecordedReply] = {}
-        self._branches = [self._new_branch()]  # branches that are played now
-        self._dropped: Counter[str] = Counter()  # branches that failed, by metric
+        # Branches that are played now; the first one leads to the outcome.
+        self._branches = [self._new_branch()]
+        # Number of branches that failed, by the metric that counts them.
+        self._dropped: Counter[str] = Counter()
 
     def _new_branch(self) -> Branch:
         """Return a branch whose orchestra has not started yet."""
@@ -150,8 +152,8 @@ class Tree(BranchedPlay):
     async def _play_branches(self) -> None:
         """Play rounds until the branch that continues has ended; set `error` if it has failed.
 
-        A failed branch is only continued if no other one is left: if all branches of a round have
-        failed, or if the first branch failed before the first round.
+        The play fails if all branches of a round fail, or if the first branch fails before the first
+        round. Otherwise, failed branches are only left out of the choice.
         """
         while not self._branches[0].ended:
             await self._play_round()
@@ -239,7 +241,8 @@ class BranchSession(TeamSession):
     def __init__(self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord) -> None:
         super().__init__(team, seed_path, calls.for_branch(self._branch_name))
         self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # open calls, by turn
-        self.changed = asyncio.Event()  # set when a call is made or a wait has ended
+        # Set when a call is opened, a wait has ended, or the orchestra has ended.
+        self.changed = asyncio.Event()
         self.tasks: set[asyncio.Task[Any] | None] = set()  # all asyncio tasks that have waited
 
     @contextmanager
@@ -296,7 +299,8 @@ class Branch:
     Attributes:
         node: `Turn.node` of the turns that were sampled in the latest round.
         rounds: answered calls of each round so far.
-        resting: True if the orchestra has ended or waits for open calls.
+        resting: True between two rounds: the orchestra has ended, or waits for open calls that
+            nobody answers yet.
     """
 
     def __init__(self, episode: Episode, session: BranchSession) -> None:
@@ -391,7 +395,7 @@ class Branch:
         return local + alpha * sum(self.episode.rewards[self._steps_before :])
 
     def _check_open_calls(self, expected: Sequence[CallKey]) -> None:
-        """Raise BranchError if other calls are open; an episode that has failed may have none."""
+        """Raise BranchError if other calls are open, unless the episode has a `failure`."""
         if self.open_calls != expected and self.episode.failure is None:
             raise BranchError(
                 f"with the same replies, the orchestra waits for {_describe_calls(self.open_calls)} instead of "
