@@ -320,7 +320,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         if len(players) != 1 or not boxes or len(boxes) != len(goals):
             raise puzzles.BadPuzzle(
                 f"Sokoban: {len(players)} players, {len(boxes)} boxes, {len(goals)} goals; "
-                "expected one player and as many boxes as goals"
+                "expected one player, at least one box, and as many goals as boxes"
             )
         (player,) = players
         height = len(rows)
