@@ -52,7 +52,8 @@ class Sudoku(Game[SudokuGrid]):
     - b: 1 if a row, column or box has a repeated digit; else 0.
 
     Δ is the change by the list. A list that contradicts a given digit writes nothing and has the
-    reward step · n + broken.
+    reward step · n + broken. A text that writes neither a grid nor cells has the reward malformed. If
+    the game ends without a solution, fail is added.
     """
 
     step: float = -0.01
@@ -88,29 +89,28 @@ class Sudoku(Game[SudokuGrid]):
         parsed = _parse_writes(puzzles.parse_actions(actions), state.size)
         if parsed is None:
             return None
-        step_count, writes = parsed
-        cost = self.step * step_count
+        n, writes = parsed
         contradictions = sum(state.given[index] not in (0, digit) for index, digit in writes)
         if contradictions:
-            return Played(state=state, reward=cost + self.broken, impossible_actions=contradictions)
+            reward = self.step * n + self.broken
+            return Played(state=state, reward=reward, impossible_actions=contradictions)
+        after = _write(state, writes)
+        return Played(state=after, reward=self._reward(n, state, after))
 
-        cells = list(state.cells)
-        changes = 0
-        for index, digit in writes:
-            if cells[index] != digit:
-                changes += 1
-            cells[index] = digit
-        after = replace(state, cells=tuple(cells), changes=state.changes + changes)
-
+    def _reward(self, n: int, before: SudokuGrid, after: SudokuGrid) -> float:
+        """Return the reward r of a list that contradicts no given digit (see the class)."""
+        reward = self.step * n
         if self.solved(after):
-            is_efficient = after.changes <= state.given.count(0)
-            reward = cost + self.solved_reward + (self.efficient if is_efficient else 0.0)
-        else:
-            reward = cost + self.progress * (_filled(after.cells) - _filled(state.cells))
-            reward += self.constraint * (_satisfied(after.cells) - _satisfied(state.cells))
-            if _repeats(after.cells):
-                reward += self.broken
-        return Played(state=after, reward=reward)
+            reward += self.solved_reward
+            if after.changes <= after.given.count(0):
+                reward += self.efficient
+            return reward
+
+        reward += self.progress * (_filled(after.cells) - _filled(before.cells))
+        reward += self.constraint * (_satisfied(after.cells) - _satisfied(before.cells))
+        if _repeats(after.cells):
+            reward += self.broken
+        return reward
 
     def solved(self, state: SudokuGrid) -> bool:
         """Return True if the grid is full and no digit repeats."""
@@ -145,34 +145,41 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
                 used[unit] |= 1 << digit
     digits = range(1, size + 1)
 
-    def search() -> Iterator[Cells]:
-        """Yield the solutions of `cells`: try each digit that is possible in one empty cell.
+    def tightest_cell() -> tuple[int, int] | None:
+        """Return (index, excluded digits) of the empty cell with the fewest possible digits.
 
-        The cell is the one with the fewest possible digits.
+        Its excluded digits, those of its row, column and box, are a bit mask. Return None if the grid
+        is full.
         """
-        best = -1
-        excluded = 0  # bit mask of the digits that are impossible in cell `best`
+        tightest = None
+        most_excluded = -1
         for index, digit in enumerate(cells):
-            if not digit:
-                row, column, box = units[index]
-                impossible = used[row] | used[column] | used[box]
-                if best < 0 or impossible.bit_count() > excluded.bit_count():
-                    best = index
-                    excluded = impossible
-        if best < 0:
+            if digit:
+                continue
+            row, column, box = units[index]
+            excluded = used[row] | used[column] | used[box]
+            if excluded.bit_count() > most_excluded:
+                most_excluded = excluded.bit_count()
+                tightest = (index, excluded)
+        return tightest
+
+    def search() -> Iterator[Cells]:
+        """Yield the solutions of `cells`: try every possible digit of the tightest cell."""
+        tightest = tightest_cell()
+        if tightest is None:
             yield tuple(cells)
             return
+        index, excluded = tightest
         digits_in_order = random.sample(digits, size) if random else digits
         for digit in digits_in_order:
-            is_excluded = excluded >> digit & 1
-            if is_excluded:
+            if excluded >> digit & 1:
                 continue
-            cells[best] = digit
-            for unit in units[best]:
+            cells[index] = digit
+            for unit in units[index]:
                 used[unit] |= 1 << digit
             yield from search()
-            cells[best] = 0
-            for unit in units[best]:
+            cells[index] = 0
+            for unit in units[index]:
                 used[unit] &= ~(1 << digit)
 
     yield from search()
@@ -244,6 +251,17 @@ def _parse_writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[in
         index = (int(row) - 1) * size + int(column) - 1
         writes.append((index, int(digit)))
     return len(cells), writes
+
+
+def _write(state: SudokuGrid, writes: Sequence[tuple[int, int]]) -> SudokuGrid:
+    """Return the state after writes, each a (cell index, digit)."""
+    cells = list(state.cells)
+    changes = state.changes
+    for index, digit in writes:
+        if cells[index] != digit:
+            changes += 1
+        cells[index] = digit
+    return replace(state, cells=tuple(cells), changes=changes)
 
 
 _DEFAULT_GIVENS = {4: 8, 9: 36}
