@@ -75,7 +75,7 @@ class Blocksworld(Game[BlocksTable]):
         moves = [action.split() for action in puzzles.parse_actions(actions)]
         if not moves or any(len(move) != 2 for move in moves):
             return None
-        played = puzzles.one_by_one(self, state, moves, _move)
+        played = puzzles.play_one_by_one(self, state, moves, _move)
         reward = self.solved_reward if self.solved(played.state) else 0.0
         return replace(played, reward=reward)
 
@@ -88,13 +88,13 @@ class Blocksworld(Game[BlocksTable]):
         Progress is the share of the blocks that stand as in the goal, with all blocks below them.
         Optimal is 1 if the puzzle is solved in the fewest moves.
         """
-        targets = set(_bottom_parts(state.goal))
-        standing = _bottom_parts(state.now)  # one for each block
+        parts = _bottom_parts(state.now)
+        goal_parts = set(_bottom_parts(state.goal))
+        # A block stands as in the goal if the goal has the same part, from the table up to the block.
+        placed_blocks = sum(part in goal_parts for part in parts)
+        blocks = len(parts)
         optimal = self.solved(state) and state.moves == state.fewest_moves
-        return {
-            "progress": sum(part in targets for part in standing) / len(standing),
-            "optimal": float(optimal),
-        }
+        return {"progress": placed_blocks / blocks, "optimal": float(optimal)}
 
     def solve(self, state: BlocksTable) -> str | None:
         return ", ".join(_plan(state.now, state.goal))

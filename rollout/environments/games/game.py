@@ -101,13 +101,23 @@ class Game(Protocol[_State]):
         """
 
 
-def one_by_one(
+def play_one_by_one(
     game: Game[_State],
     state: _State,
     actions: Sequence[_Action],
     take: Callable[[_State, _Action], Played[_State]],
 ) -> Played[_State]:
-    """Carry out actions one by one, until the end of the game; sum their rewards."""
+    """Carry out actions one by one, until the end of the game.
+
+    Args:
+        game: decides when the game has ended.
+        state: state before the first action.
+        actions: parsed actions.
+        take: carries out one action.
+
+    Returns:
+        The last state, the sum of the rewards, and the number of impossible actions.
+    """
     reward = 0.0
     impossible_actions = 0
     for action in actions:
@@ -145,6 +155,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
     _done: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        # The fields of a game are its rewards, so the option `rewards` is a game with other rewards.
         self._game: Game[_State] = self.rewards or self.game()
 
     def reset(self, task: Task) -> str:

@@ -56,7 +56,7 @@ class _GridGame(Game[_Grid]):
 
     def play(self, state: _Grid, actions: str) -> Played[_Grid] | None:
         moves = puzzles.parse_letters(actions, "UDLR")
-        return puzzles.one_by_one(self, state, moves, self._move) if moves else None
+        return puzzles.play_one_by_one(self, state, moves, self._move) if moves else None
 
     def _move(self, state: _Grid, move: str) -> Played[_Grid]:
         """Make one move, which may be impossible."""

@@ -70,7 +70,7 @@ class KuhnPoker(ZeroSumGame[Hand]):
 
     def payoff(self, state: Hand) -> float:
         if state.history[-2:] == ("bet", "pass"):
-            # The player who did not answer the bet loses the ante.
+            # The player who passed after the bet loses the ante.
             return 1.0 if len(state.history) == 2 else -1.0
         stake = 2.0 if state.history[-1] == "bet" else 1.0
         first_card, second_card = map(CARDS.index, state.cards)
