@@ -369,13 +369,17 @@ def _check_teachers(config: RunSections) -> None:
         if name not in config.trained:
             raise ValueError(f"{key}: nothing trains this policy; leave it out")
         others = [other for other in config.policies if other != name]
-        if teacher.policy == name and teacher.context is not None:
-            others.append(name)  # it knows more with the context than without
-        if teacher.policy not in others:
+        listed_others = f": {', '.join(others)}" if others else ""
+        if teacher.policy not in config.policies:
             raise ValueError(
-                f"{key}.policy is '{teacher.policy}'; expected another policy of the run"
-                f"{': ' + ', '.join(others) if others else ''}; define policies.{teacher.policy} with "
-                "its model or remote"
+                f"{key}.policy is '{teacher.policy}'; expected another policy of the run{listed_others}; define "
+                f"policies.{teacher.policy} with its model or remote"
+            )
+        # A policy can learn from itself only if the context lets it know more as the teacher than as the student.
+        if teacher.policy == name and teacher.context is None:
+            raise ValueError(
+                f"{key}.policy is '{name}' itself; expected another policy of the run{listed_others}; or give the "
+                "teacher a context, from which it knows more than the student"
             )
         _check_teacher_engine(config, name, teacher.policy)
         if for_policy(config, name).engine.grammar:
@@ -408,7 +412,7 @@ def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> No
             f"set policies.{teacher}.overrides.engine.max_length: {length}"
         )
     if remote is None and engine.name == "embedded":
-        return
+        return  # it scores at any temperature
     for name in config.trained_agents(student):
         temperature = config.agents[name].temperature
         if temperature != 1:

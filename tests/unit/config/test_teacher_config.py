@@ -55,7 +55,12 @@ def test_a_policy_that_learns_from_its_teacher_alone_needs_no_groups() -> None:
         ),
         (
             ["+policies.solver.teacher={policy: solver}"],
-            "teacher.policy is 'solver'; expected another policy",
+            "teacher.policy is 'solver' itself; expected another policy of the run: verifier; or give the teacher a "
+            "context",
+        ),
+        (
+            ["+policies.solver.teacher={policy: absent}"],
+            "expected another policy of the run: verifier; define policies.absent with its model or remote",
         ),
         (
             [FROZEN, TEACHER, "+agents.solver.loss_weight=0"],
