@@ -449,7 +449,8 @@ def _check_opponents(config: RunSections) -> None:
         return
     if config.orchestra.name != "duel":
         raise ValueError(
-            f"opponents play an agent of the team 'duel', and this is '{config.orchestra.name}'; leave them out"
+            f"opponents play an agent of the orchestra 'duel', and this run's is '{config.orchestra.name}'; choose "
+            "team=duel, or leave opponents out"
         )
     total = sum(opponent.share for opponent in config.opponents.values())
     if total > 1 + 1e-9:

@@ -224,7 +224,7 @@ def test_opponents_that_cannot_play_are_refused(overrides: list[str], message: s
 
 
 def test_other_teams_have_no_opponents() -> None:
-    with pytest.raises(ConfigError, match="opponents play an agent of the team 'duel'"):
+    with pytest.raises(ConfigError, match="this run's is 'solver_verifier'; choose team=duel"):
         resolve(["experiment=demo_math", "opponents={solver: {}}"])
 
 
