@@ -26,7 +26,10 @@ def address_problem(address: str) -> str:
 
 
 class NodesConfig(Section):
-    """The nodes of a policy's processes, by the value of their Ray label `pool`; None: any node."""
+    """The nodes of a policy's processes: the value that their Ray label `pool` must have; None: any node.
+
+    The label is set by `ray start --labels pool=NAME`, and has nothing to do with the setting `cluster.pool`.
+    """
 
     # Nodes of the trainer and the critic.
     train: _Label | None = None
@@ -39,7 +42,8 @@ class ClusterConfig(Section):
 
     # "local": Ray is started for the run; otherwise a running Ray: host:port of its head, or "auto" (on this machine).
     address: str = "local"
-    # Device of trainers and engines; "auto": GPUs if there are any. It limits an engine's own `device`.
+    # Device of trainers and engines. "auto": GPUs if there are any; "cpu": GPUs are hidden from the run, so no engine
+    # can have `device: cuda`.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Maximum number of restarts within an hour. If a trainer is lost or hangs, all trainers start again from the newest
     # checkpoint.
@@ -155,8 +159,11 @@ class ClusterConfig(Section):
         Raises:
             ValueError: the settings of the two differ, or the engine cannot hold several adapters.
         """
-        is_embedded = "embedded" in (engine.name, holder_engine.name)
-        if not is_embedded and "slots" not in (engine.adapters, holder_engine.adapters):
+        # Only the embedded engine and SGLang with adapters: slots take several adapters. If both policies have other
+        # engines, nothing is shared.
+        one_is_embedded = "embedded" in (engine.name, holder_engine.name)
+        one_has_slots = "slots" in (engine.adapters, holder_engine.adapters)
+        if not one_is_embedded and not one_has_slots:
             return
         if engine != holder_engine:
             raise ValueError(

@@ -26,7 +26,7 @@ class CreditedAgentConfig(AgentConfig):
 
 
 class KLConfig(Section):
-    """Regularization towards the policy's first model, in the loss or in the reward."""
+    """Regularization towards the model that the policy starts from, in the loss or in the reward."""
 
     # Coefficient of the KL divergence, or its first value with `target`; 0: no reference model is kept.
     coef: float = Field(0.0, ge=0)

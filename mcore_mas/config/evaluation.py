@@ -18,7 +18,7 @@ class EvaluationConfig(Section):
     retries: int = Field(2, ge=0)
     # Share of the trajectories of an evaluation that may fail in every attempt.
     max_failed: float = Field(0.05, ge=0, le=1)
-    # Concurrent trajectories; None: two for each sequence that the engines decode at a time.
+    # Concurrent trajectories; None: twice engine.slots for each server, and twice the concurrency of each remote model.
     in_flight: int | None = Field(None, ge=1)
 
     @property

@@ -172,7 +172,7 @@ class PolicyConfig(RateConfig):
 
     # Learning rate; 0 is allowed only if nothing trains the policy.
     lr: float = Field(0.0, ge=0)
-    # Hugging Face folder of the model.
+    # Folder of the model in Hugging Face's format, or the Hub's id of a model that was downloaded.
     model: str = ""
     # Chat template in place of the model's own, for a base model that has none.
     chat_template: Literal["plain", "chatml"] | None = None
@@ -191,7 +191,7 @@ class PolicyConfig(RateConfig):
     cp: int = Field(1, ge=1)
     # Ranks of data parallelism.
     dp: int = Field(1, ge=1)
-    # Ranks of expert parallelism, out of the data-parallel ones.
+    # Ranks of expert parallelism, out of the data- and context-parallel ones.
     ep: int = Field(1, ge=1)
     # Sequence parallelism: split along the sequence the activations that tensor parallelism repeats.
     sp: bool = False
@@ -215,7 +215,7 @@ class PolicyConfig(RateConfig):
     # Scales in FP8. "tensorwise": one for each tensor; "blockwise": one for each block of 128 numbers; "mxfp8", on
     # Blackwell: one for each 32 numbers.
     fp8_recipe: Fp8Recipe = "tensorwise"
-    # "auto": the Triton kernel on CUDA; "torch": torch's kernels.
+    # Kernels of the attention. "auto": the Triton kernel on CUDA; "torch": torch's kernels.
     attention: Literal["auto", "torch"] = "auto"
     # Train in bfloat16 with float32 master weights; the embedded engine then multiplies in bfloat16 too.
     bf16: bool = False
@@ -234,6 +234,7 @@ class PolicyConfig(RateConfig):
     eps: float = Field(1e-8, gt=0)
     # Decoupled weight decay of all weights but norms and biases.
     weight_decay: float = Field(0.0, ge=0)
+    # Norm to which a larger gradient is scaled down.
     clip_grad: float = Field(1.0, gt=0)
     # Multiple of the running median above which a gradient norm counts as a spike.
     spike_factor: float = Field(10.0, gt=1)

@@ -52,6 +52,7 @@ class TrainerConfig(Section):
     passes: int = Field(1, ge=1)
     # Train the policies in turn; None: every policy is trained in every step.
     alternate: AlternateConfig | None = None
+    # Maximum number of tokens in a micro-batch; a prefix that several sequences share counts once.
     microbatch_tokens: int = Field(4096, ge=1)
 
     # Training steps between two checkpoints.
@@ -66,8 +67,9 @@ class TrainerConfig(Section):
     # Weights that are written as the finished policies: those after the last step, or those of the checkpoint with
     # the highest validation accuracy (see keep_best).
     final: Literal["last", "best"] = "last"
-    # "same": refuse to continue from checkpoints of another recipe; "changed": fork that run, and continue from its
-    # newest checkpoint.
+    # Continuation from checkpoints of another recipe, which here is everything that decides what is learnt, and not a
+    # file of configs/recipe. "same": it is refused; "changed": the run is forked, and continues from its newest
+    # checkpoint.
     resume: Literal["same", "changed"] = "same"
 
     # Training steps between two validations.
@@ -81,13 +83,13 @@ class TrainerConfig(Section):
     # finite gradient in N steps in a row. None: it does not stop for these reasons.
     signal_within: int | None = Field(10, ge=1)
     watch: WatchConfig = WatchConfig()
-    # Bounds of the difference between the log-probabilities of engine and trainer, above which the run
-    # stops; a figure that is not given has the default bound of the precision.
+    # Bounds of the gap between the log-probabilities of engine and trainer in nats, by the figure that is bounded, such
+    # as the mean. The run stops above a bound. A figure that is not given has the default bound of the precision.
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)
 
     @property
     def surplus(self) -> int:
-        """Number of trajectories that are started beyond a group's size."""
+        """Number of trajectories of a task that are started beyond `group_size`."""
         # The tolerance makes 10 * (1.1 - 1.0) one trajectory although it is above 1 in binary.
         return math.ceil(self.group_size * (self.oversample - 1.0) - 1e-9)
 
