@@ -211,7 +211,8 @@ def _files_hash(folders: Sequence[Path]) -> int:
 
 def _group_override(group: str, chosen: Any) -> str:
     """Write a choice as Hydra's override of a group."""
-    key = "team@_global_" if group == "team" else group  # as config.yaml names it
+    # config.yaml puts the sections of a team at the top level, which makes `@_global_` a part of the group's key.
+    key = "team@_global_" if group == "team" else group
     if chosen is None:
         return f"~{key}"
     if isinstance(chosen, list):

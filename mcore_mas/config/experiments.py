@@ -126,7 +126,7 @@ def expand_experiment(
 
 
 def expand_recipe(name: object, folders: Sequence[Path]) -> Expansion:
-    """Expand a recipe, which may also choose groups.
+    """Expand a recipe: the configs of groups in its `defaults`, then its settings.
 
     Raises:
         ConfigError: the recipe does not exist, or its file cannot be used.
@@ -220,7 +220,7 @@ def _load_cached(file: Path, modified_ns: int) -> dict[str, Any]:
         values = OmegaConf.to_container(OmegaConf.load(file))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
-    return values  # type: ignore[return-value]  # a mapping, whose keys are text
+    return values  # type: ignore[return-value]  # a mapping, as `check_mapping` has found
 
 
 @lru_cache(maxsize=512)
@@ -342,6 +342,7 @@ def _expand_mapping(
             f"{file}: defaults is {entries}; expected a list such as [override /team: chain]"
         )
 
+    # As in Hydra, `_self_` stands for the settings of the file, which come last if the list has no `_self_`.
     if "_self_" not in entries:
         entries = [*entries, "_self_"]
 

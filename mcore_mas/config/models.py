@@ -31,7 +31,7 @@ def check_model(config: RunConfig, name: str, model: Path | Architecture) -> Non
         model: the folder of its model, or the architecture.
 
     Raises:
-        ModelError: the folder has no model, or `layers`, the parallel layout, the LoRA targets,
+        ModelError: the folder has no model, or `layers`, the parallel layout, the LoRA targets, `fp8_recipe`,
             `engine.router_replay` or `engine.max_length` does not fit the model or the devices.
     """
     policy = config.policies[name]

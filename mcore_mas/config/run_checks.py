@@ -183,9 +183,11 @@ def _check_sessions(config: RunSections) -> None:
 
 
 def _check_cold_start(config: RunSections) -> None:
+    """Check that a cold start's options suit its generator and the team, and that no policy has a chat template."""
     if config.cold_start is None:
         return
     options = config.cold_start.options
+    # Building the arguments raises an error if the generator does not take these options.
     config.data.demonstration_arguments(options)
     if config.data.generator in GENERATORS:
         # The lists and mappings in a shipped generator's options for demonstrations name agents.

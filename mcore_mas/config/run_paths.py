@@ -16,8 +16,8 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     The paths are relative to the project: the directory from which the run was started. Nothing
     changes if that is the working directory. Otherwise every path to a file of the run is replaced by
     the path where the run's folder lies now. If the run is still in its project, the paths of the
-    project's other files become absolute, and the project is added to sys.path for the modules of
-    the user's team.
+    project's other files become absolute if they contain a slash (a text without one may be a name),
+    and the project is added to sys.path for the modules of the user's team.
 
     Args:
         values: values that were read from the file.

@@ -181,13 +181,13 @@ class RunSections(Section):
             return None
         policies = self.in_turn(step)
         agents = [name for name in self.replayed_agents if self.agents[name].policy in policies]
-        budget = None
+        trajectory_budget = None
         if replays.budget is not None:
-            budget = replays.budget // self.trainer.trajectories_per_step
+            trajectory_budget = replays.budget // self.trainer.trajectories_per_step
         return ReplayPlan(
             agents=agents,
             alternatives=replays.alternatives,
-            budget=budget,
+            budget=trajectory_budget,
             removal=replays.removal,
         )
 

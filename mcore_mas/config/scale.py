@@ -13,7 +13,7 @@ from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Turn
 from rollout.tasks.splits import SPLITS
 
-_CORPUS = "data/search/passages.jsonl"
+_CORPUS = "data/search/passages.jsonl"  # passages that the pipeline makes, below the results folder
 _TASKS_PER_FILE = 4  # maximum number of tasks that a split takes from a data file
 
 
@@ -66,11 +66,12 @@ _DRAWN_REWARD = f"{__name__}:{drawn_reward.__name__}"
 
 @cache
 def _rule(scale: str) -> dict[str, Any]:
+    """Read the rules of a scale; the comments of its file say what each key does."""
     return read_yaml(SHIPPED / "workflow" / "scales" / f"{scale}.yaml")  # type: ignore[no-any-return]
 
 
 def _limited(value: Any, limits: Mapping[str, int]) -> Any:
-    """Lower each number to the limit of its key, at every level."""
+    """Return a part of a section in which each number is lowered to the limit of its key, at every depth."""
     if isinstance(value, list | tuple):
         return [_limited(item, limits) for item in value]
     if not isinstance(value, Mapping):
