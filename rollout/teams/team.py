@@ -345,12 +345,14 @@ class TeamSession:
     def credit_step(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Add a step's reward to the score `team` of all turns of the current round.
 
-        Each of the step's metrics becomes the score of its name, in place of an earlier step's.
+        Each of the step's metrics becomes the score of its name, in place of an earlier step's. A
+        metric that is called `team` does not become a score.
         """
         for index in self._round_turns:
             scores = self.scores[index]
+            team_reward = scores.get("team", 0.0) + reward
             scores.update(metrics)
-            scores["team"] = scores.get("team", 0.0) + reward
+            scores["team"] = team_reward
         if self._round_turns:
             self._stepped = True
 

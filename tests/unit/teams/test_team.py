@@ -52,6 +52,14 @@ def test_with_sampling_changes_the_temperature_only():
     assert cold.with_sampling(temperature=0.7) == team
 
 
+def test_a_metric_called_team_does_not_change_the_reward_of_a_turn():
+    session = make_team(ScriptedEngine(lambda *_: (*b"1", 0))).session(0)
+    asyncio.run(session.act("a", said="x"))
+    session.credit_step(0.5, {"team": 10.0, "solved": 0.0})
+    session.credit_step(0.25, {"team": 20.0, "solved": 1.0})
+    assert session.turns[0].scores == {"team": 0.75, "solved": 1.0}
+
+
 def test_a_closed_session_asks_no_engine():
     engine = ScriptedEngine({})
     session = make_team(engine).session(0)
