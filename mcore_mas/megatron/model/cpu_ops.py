@@ -22,8 +22,8 @@ class CPUNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, scale)
         out: Tensor = (x * scale).mul_(weight)
         return out.to(x.dtype)

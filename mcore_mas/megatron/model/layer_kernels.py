@@ -230,8 +230,8 @@ def _head_norm_weights(weights, is_query, column, in_head, half: tl.constexpr):
 @triton.jit
 def _head_inverse_rms(first, second, half: tl.constexpr, eps):
     """Return `_inverse_rms` of heads [heads, 1], given by their halves [heads, half]."""
-    square = tl.sum(first * first + second * second, 1)[:, None]
-    return tl.rsqrt(square / (2 * half) + eps)
+    sum_of_squares = tl.sum(first * first + second * second, 1)[:, None]
+    return tl.rsqrt(sum_of_squares / (2 * half) + eps)
 
 
 @triton.jit
@@ -354,7 +354,7 @@ def queries_and_keys_gradient_kernel(
         # A head is a query, a key or a value, so at most one of the two terms of a sum is not 0.
         grad_rotated_first = grad_query_first + grad_key_first
         grad_rotated_second = grad_query_second + grad_key_second
-        # The opposite rotation
+        # The gradient is rotated by the opposite angles.
         grad_first = grad_rotated_first * cos + grad_rotated_second * sin
         grad_second = grad_rotated_second * cos - grad_rotated_first * sin
         if weights is not None:

@@ -14,9 +14,10 @@ from mcore_mas.megatron.main_grad import mark_grad_as_added
 # Smallest number of elements in a block of a norm.
 _NORM_BLOCK = 2048
 
-# Warps of all programs of a norm's gradient: 16 for each of an H200's 132 multiprocessors, which run
-# them all at a time. The number is the same on every GPU, so that sums have the same order.
-_NORM_WARPS = 16 * 132
+# Maximum number of warps of a kernel that sums the gradient of a weight over rows, all programs
+# together: 16 for each of an H200's 132 multiprocessors, which run them all at a time. The number is
+# the same on every GPU, so that sums have the same order.
+_MAX_GRADIENT_WARPS = 16 * 132
 
 
 def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
@@ -30,7 +31,7 @@ def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
     block_rows = max(1, _NORM_BLOCK // padded_width)
     warps = min(32, block_rows * padded_width // 512)  # 16 elements of a block for each thread
     blocks = -(-rows // block_rows)
-    gradient_programs = min(blocks, _NORM_WARPS // warps)
+    gradient_programs = min(blocks, _MAX_GRADIENT_WARPS // warps)
     options = {"block_rows": block_rows, "block_columns": padded_width, "num_warps": warps}
     return blocks, gradient_programs, options
 
@@ -105,12 +106,12 @@ class KernelNorm(torch.autograd.Function):
     """`apply(x, weight, eps)`: x [..., width] over its root mean square, times the weight.
 
     The method is arXiv 1910.07467. The gradient of the weight is added to Megatron's float32
-    buffer, if there is one, without being rounded before.
+    buffer, if there is one, without being rounded first.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # This is a view, even if the rows lie apart in a wider tensor, as packed keys do.
+        # This is a view, even if x is a part of the columns of a wider tensor, whose rows lie apart.
         rows = x.flatten(0, -2)
         assert rows.stride(1) == 1, "elements of a row must be neighbours"
         ctx.save_for_backward(rows, weight)
@@ -203,7 +204,7 @@ def write_swiglu(out: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> None
 
 @torch.library.custom_op("mcore_mas::swiglu", mutates_args=())
 def swiglu(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Compute SwiGLU, silu(gate) · up (arXiv 2002.05202).
+    """Compute SwiGLU, silu(gate) · up · scale (arXiv 2002.05202).
 
     Args:
         gate_and_up: [..., 2 f] contiguous, the gate first.
@@ -369,7 +370,7 @@ def _queries_and_keys_gradient(
 
 def _heads_programs(tokens: int) -> int:
     """Return the number of programs of the gradient kernel of queries and keys."""
-    return min(tokens, _NORM_WARPS // _HEADS_GRADIENT_WARPS)
+    return min(tokens, _MAX_GRADIENT_WARPS // _HEADS_GRADIENT_WARPS)
 
 
 def _empty_packed_gradients(

@@ -38,13 +38,13 @@ class EngineRoutingReplay(RouterReplay):
     ) -> tuple[Tensor, Tensor]:
         """Return the scores [T, k] and the indices [T, k] of each token's experts, for `scores` [T, E]."""
         assert default_compute_topk is not None
-        values, own_choice = default_compute_topk(scores, topk, num_groups, group_topk)
+        values, router_choice = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.recorded is None:
-            return values, own_choice
-        recorded = self.recorded.to(own_choice.dtype)
+            return values, router_choice
+        recorded = self.recorded.to(router_choice.dtype)
         # `UNKNOWN_EXPERT` is read as 255 if an index has one byte, and as -1 if it has two.
         is_known = (recorded >= 0) & (recorded < scores.shape[1])
-        experts = torch.where(is_known, recorded, own_choice)
+        experts = torch.where(is_known, recorded, router_choice)
         return scores.gather(1, experts), experts
 
 

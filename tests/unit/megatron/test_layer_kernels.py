@@ -131,7 +131,7 @@ def test_a_norm_computes_the_results_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With this number, the gradient of the last case has three programs for 13 blocks of rows.
-    monkeypatch.setattr(layer_ops, "_NORM_WARPS", 12)
+    monkeypatch.setattr(layer_ops, "_MAX_GRADIENT_WARPS", 12)
     draw = torch.Generator().manual_seed(width)
     queries_keys_values = torch.randn(tokens, 1, heads, 3 * width, generator=draw).to(dtype)
     grad_out = torch.randn(tokens, 1, heads, width, generator=draw).to(dtype)
@@ -160,7 +160,7 @@ def test_a_sum_and_its_norm_are_those_of_torch(
     width: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum is read by the norm and by others, whose gradients the kernel adds."""
-    monkeypatch.setattr(layer_ops, "_NORM_WARPS", 12)
+    monkeypatch.setattr(layer_ops, "_MAX_GRADIENT_WARPS", 12)
     draw = torch.Generator().manual_seed(width)
     x, residual = torch.randn(2, 67, 1, width, generator=draw).to(dtype)
     grad_total, grad_normed = torch.randn(2, 67, 1, width, generator=draw).to(dtype)
@@ -269,7 +269,7 @@ def test_queries_and_keys_are_those_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bound the errors, relative to float64, by four times those of torch in float32."""
-    monkeypatch.setattr(layer_ops, "_NORM_WARPS", 48)  # three programs for seven tokens
+    monkeypatch.setattr(layer_ops, "_MAX_GRADIENT_WARPS", 48)  # three programs for seven tokens
     group, kv_heads, dim = heads
     tokens = 7
     draw = torch.Generator().manual_seed(dim)
