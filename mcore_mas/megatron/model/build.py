@@ -279,8 +279,9 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     has_te_experts = architecture.experts is not None and spec.layers == "te"
     # In Megatron's deterministic mode our modules compute the same bits as the embedded engine's
-    # `ExactDecoder`, which exists only for float32 on a CPU. Elsewhere `spec.deterministic` changes
-    # only Transformer Engine's attention, see `set_deterministic_kernels`.
+    # `ExactDecoder`, if the model is dense, without adapters and on one rank. That decoder exists only
+    # for float32 on a CPU. Elsewhere `spec.deterministic` changes only Transformer Engine's attention,
+    # see `set_deterministic_kernels`.
     matches_engine = spec.deterministic and not spec.bf16 and rank_device().type == "cpu"
     if spec.fp8 is not None:
         check_fp8_support(spec.fp8_recipe)

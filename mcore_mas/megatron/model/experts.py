@@ -245,10 +245,9 @@ class _GroupedProduct(torch.autograd.Function):
     """`apply(x, weight, groups, exact)`: each row times the weight of its expert.
 
     `x` is [R, inputs], sorted by expert, the weight is [E · outputs, inputs], and the result is
-    [R, outputs].
-    `exact` is an argument of `_multiply_groups` for the result. Gradients are computed without it,
-    because only results are compared with those of the engine. The gradient of the weight is added
-    to Megatron's float32 buffer, if there is one.
+    [R, outputs]. With `exact`, the bits of a row do not depend on the other rows (see
+    `_multiply_groups`). Those of gradients may, because only results are compared with the engine's.
+    The gradient of the weight is added to Megatron's float32 buffer, if there is one.
     """
 
     @staticmethod

@@ -56,9 +56,10 @@ class ValueHead(torch.nn.Module):
         return (hidden @ self.value.t())[:, 0].float()
 
 
-# Bytes of float32 logits that exist at a time. On a GPU a chunk needs 1.5 times as much memory, because
-# the gradient of its logits is in bfloat16. Few large chunks are faster: each chunk reads the whole
-# weight two or three times, and reads and writes the whole gradient of the weight.
+# Bytes of float32 logits that exist at a time. On a GPU a chunk of a bfloat16 model needs 1.5 times as
+# much memory, because the gradient of its logits, in bfloat16, exists beside the logits. Few large
+# chunks are faster: each chunk reads the whole weight two or three times, and reads and writes the whole
+# gradient of the weight.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 
 # On the CPU a chunk should fit into the cache of a core, unless the matrix products would then have

@@ -2,7 +2,8 @@
 
 oneDNN is faster than the library behind `torch.matmul` if one factor is a weight: in the forward
 pass, and in the backward pass to the inputs. The gradient of a weight is accumulated directly in
-Megatron's buffer.
+Megatron's buffer. On a GPU the layers compute as Megatron's do, except that `LastLinear` skips a product
+in full recomputation.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def linear_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Megatron's linear layer whose output features are split over tensor-parallel ranks."""
+    """Layer whose output features are split over tensor-parallel ranks, computed by `trained_linear`."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         exact = self.config.deterministic_mode
@@ -47,7 +48,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Megatron's linear layer whose input features are split over tensor-parallel ranks."""
+    """Layer whose input features are split over tensor-parallel ranks, computed by `trained_linear`."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         exact = self.config.deterministic_mode

@@ -19,7 +19,7 @@ class GatedMLP(MLP):
     """Megatron's MLP with gate and up projection, SwiGLU and no biases."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """Build as `MLP`."""
+        """Build the module as `MLP` does."""
         super().__init__(config, *args, **kwargs)
         if config.fp8 and config.recompute_granularity == "selective":
             # Transformer Engine would save the projection's input in FP8, and recomputation would

@@ -38,6 +38,7 @@ class RMSNorm(torch.nn.Module):
         elif x.device.type == "cpu" and not self.exact:
             out = CPUNorm.apply(x, self.weight, self.eps)
         else:
+            # The exact mode needs the bits of the embedded engine, which calls this function, too.
             out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return out
 
@@ -55,7 +56,7 @@ class ResidualNorm(RMSNorm):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """Build as `RMSNorm`."""
+        """Build the module as `RMSNorm` does."""
         super().__init__(config, *args, **kwargs)
         self.frees_output = False
         self._sum: Tensor | None = None
