@@ -1,7 +1,8 @@
 """Attention over packed prefix trees, also under context parallelism, as Megatron modules.
 
-On CUDA, Triton's kernels attend over any forest in one call (`tree_ops.py`). Elsewhere torch's
-fused kernels are called for pairs of blocks (`block_attention.py`).
+On a GPU, Triton's kernels attend over any forest in one call (`tree_ops.py`). On a CPU, and on a GPU
+where `choose_tile_sizes` rules Triton's kernels out, torch's fused kernels are called for pairs of
+blocks (`block_attention.py`).
 
 Context parallelism splits the tokens of a micro-batch over ranks. For attention the ranks exchange
 tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509; "a2a" in Megatron): every rank attends over
@@ -162,7 +163,11 @@ class FusedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's queries and keys, already rotated, and values; each [T, 1, heads, head_dim]."""
+        """Return this rank's queries and keys, already rotated, and its values.
+
+        Returns:
+            Queries [T, 1, heads, head_dim]; keys and values [T, 1, kv_heads, head_dim].
+        """
         packed, _bias = self.linear_qkv(hidden_states)
         query_weight = None
         key_weight = None
@@ -188,7 +193,7 @@ class ContextAttention(TreeAttention):
     """`TreeAttention` under context parallelism, where each rank holds T / cp of the tokens."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Build as `TreeAttention`; `config` has the number of context-parallel ranks."""
+        """Build the module as `TreeAttention` does; `config` has the number of context-parallel ranks."""
         super().__init__(config, *args, **kwargs)
         ranks = config.context_parallel_size
         kv_heads = config.num_query_groups // config.tensor_model_parallel_size
@@ -205,9 +210,9 @@ class ContextAttention(TreeAttention):
         group = parallel_state.get_context_parallel_group()
         ranks = group.size()
 
-        # Queries, keys and values travel together: of [T / cp, cp, heads / cp, head_dim] each, part
-        # r of dimension cp goes to rank r. There the parts arrive in the order of their senders,
-        # which is the order of the tokens.
+        # Queries, keys and values are sent together. Each is viewed as
+        # [T / cp, cp, heads / cp, head_dim]; rank r receives index r of the second dimension. What it
+        # receives is in the order of the senders, which is the order of the tokens.
         parts = [x.squeeze(1).unflatten(1, (ranks, -1)) for x in (query, key, value)]
         sent = torch.cat(parts, dim=2).transpose(0, 1)
         received = all_to_all(group, sent).flatten(0, 1)  # [T, heads / cp, head_dim]

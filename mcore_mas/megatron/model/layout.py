@@ -21,8 +21,9 @@ from mcore_mas.megatron.batch import Segment, depths
 # 0.7 to 0.8 of the time.
 _CPU_BLOCK = 128
 
-# Smallest shared memory of a GPU that multiplies with wgmma (H100, H200). There each of the two groups
-# of warps multiplies 64 keys of a tile; if a tile had 64, both would multiply the same ones.
+# A GPU with at least this many KiB of shared memory for a program is taken to multiply with wgmma: H100
+# and H200 have 227, an A100 has 163. With wgmma, each of the two groups of warps multiplies 64 keys of a
+# tile; if a tile had 64, both would multiply the same ones.
 _MIN_WGMMA_KIB = 200
 
 # Blocks of queries in the CPU's kernel are a multiple of this number of tokens.
@@ -155,8 +156,9 @@ class BlockPlan:
             block of queries, and last the number of pairs.
         first_masked: [blocks of queries] int32, first index into `key_blocks` of a block that needs
             the mask.
-        smallest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the smallest end in each.
-        largest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the largest end in each.
+        smallest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the smallest of `ends` in each; 0 in
+            a last block that is not full.
+        largest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the largest of `ends` in each.
     """
 
     sizes: TileSizes
@@ -220,9 +222,9 @@ def _extreme_ends(ends: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
 class PackedTrees(PackedSeqParams):
     """Layout of a micro-batch, which Megatron hands to `TreeAttention`.
 
-    `qkv_format` stays "sbhd" (one row of T tokens), so that Megatron does not reshape for its own
-    packed kernels. Megatron reads `max_seqlen_q` and `max_seqlen_kv` for the length of the rotary
-    embedding, which `TreeRotary` does not need.
+    `qkv_format` stays "sbhd" (a batch of one, with T tokens), so that Megatron does not reshape for
+    its own packed kernels. Megatron reads `max_seqlen_q` and `max_seqlen_kv` for the length of the
+    rotary embedding, which `TreeRotary` does not need.
 
     Attributes:
         causal_blocks: blocks of tokens that attend to themselves; every token is in one block.
