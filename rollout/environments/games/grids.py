@@ -130,8 +130,8 @@ class PlanPath(_GridGame[Walk]):
     about = puzzles.RULES["plan_path"]
 
     def read(self, puzzle: str) -> Walk:
-        # The first line repeats the positions of S and G in the grid.
-        rows = puzzles.parse_rows(puzzle.partition("\n")[2], ".#SG")
+        positions, _, grid = puzzle.partition("\n")
+        rows = puzzles.parse_rows(grid, ".#SG")
         cells = _cells_of(rows)
         starts = [cell for cell, sign in cells.items() if sign == "S"]
         goals = [cell for cell, sign in cells.items() if sign == "G"]
@@ -143,7 +143,7 @@ class PlanPath(_GridGame[Walk]):
         way = shortest_way(free, starts[0], goals[0])
         if way is None:
             raise puzzles.BadPuzzle("Plan-Path: there is no way from S to G")
-        return Walk(
+        walk = Walk(
             free=free,
             rows=len(rows),
             columns=len(rows[0]),
@@ -151,13 +151,16 @@ class PlanPath(_GridGame[Walk]):
             goal_cell=goals[0],
             fewest_moves=len(way),
         )
+        if positions.split() != _positions_line(walk).split():
+            raise puzzles.BadPuzzle(
+                f"Plan-Path: the first line is '{positions[:80]}'; expected '{_positions_line(walk)}', "
+                "the positions of S and G in the grid below it"
+            )
+        return walk
 
     def show(self, state: Walk) -> str:
         """Return the positions of walker and goal, and the grid."""
-        row, column = state.position
-        goal_row, goal_column = state.goal_cell
-        positions = f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
-        return f"{positions}\n{Game.show(self, state)}"
+        return f"{_positions_line(state)}\n{Game.show(self, state)}"
 
     def _sign(self, state: Walk, cell: Cell) -> str:
         if cell == state.position:
@@ -200,6 +203,13 @@ class PlanPath(_GridGame[Walk]):
     def solve(self, state: Walk) -> str | None:
         way = shortest_way(state.free, state.position, state.goal_cell)
         return None if way is None else " ".join(way)
+
+
+def _positions_line(walk: Walk) -> str:
+    """Return the positions of walker and goal: rows and columns, counted from 1."""
+    row, column = walk.position
+    goal_row, goal_column = walk.goal_cell
+    return f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
 
 
 def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:

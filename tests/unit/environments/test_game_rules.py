@@ -267,6 +267,9 @@ def test_no_path_is_shorter_than_the_solution() -> None:
     [
         ("plan_path", "S 1 1 G 1 2\nS .", "one S and one G"),
         ("plan_path", "S 1 1 G 1 3\nS # G", "no way"),
+        ("plan_path", "S 1 1 G 1 2\nG S", "the first line is .*; expected 'S 1 2 G 1 1'"),
+        # Without the first line, the first row of the grid would be lost.
+        ("plan_path", "# # #\nS . G", "the first line is '# # #'; expected 'S 1 1 G 1 3'"),
         ("plan_path", "x\nS G\n.", "all of one length"),
         ("plan_path", "x\nS G ?", r"unknown sign '\?'"),
         (
