@@ -117,10 +117,16 @@ class Sudoku(Game[SudokuGrid]):
         return 0 not in state.cells and not _repeats(state.cells)
 
     def measure(self, state: SudokuGrid) -> Mapping[str, float]:
-        """Return `progress`: share of the cells without a given digit that are filled correctly."""
+        """Return `progress`: share of the cells without a given digit that hold the digit of `solution`.
+
+        It is 1 for every solved grid, also if the puzzle has several solutions.
+        """
+        if self.solved(state):
+            return {"progress": 1.0}
+        # A puzzle without empty cells is solved from the start, so the list is not empty.
         not_given = [index for index, digit in enumerate(state.given) if not digit]
         correct = sum(state.cells[index] == state.solution[index] for index in not_given)
-        return {"progress": correct / len(not_given) if not_given else 1.0}
+        return {"progress": correct / len(not_given)}
 
     def solve(self, state: SudokuGrid) -> str | None:
         return ", ".join("".join(row) for row in self.board(replace(state, cells=state.solution)))

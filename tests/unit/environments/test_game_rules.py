@@ -216,6 +216,18 @@ def test_sudoku_does_not_change_a_given_cell() -> None:
     assert step.observation == f"{SUDOKU}\nImpossible actions: 1."
 
 
+def test_sudoku_may_have_several_solutions() -> None:
+    puzzle = "\n".join([". . . ."] * 4)
+    game = GAMES["sudoku"]()
+    stored_solution = game.read(puzzle).solution
+    other_solution = "4321, 2143, 3412, 1234"
+    assert stored_solution[0] == 1  # so the other solution differs from it
+
+    [step] = play("sudoku", puzzle, other_solution)
+    assert step.metrics["solved"] == 1.0
+    assert step.metrics["progress"] == 1.0
+
+
 @pytest.mark.parametrize("actions", ["1234", "1 2 5", "1 0 2", "1 2", "1235, 3412, 2143, 4321"])
 def test_sudoku_refuses_other_digits_and_shapes(actions: str) -> None:
     assert last_reward("sudoku", SUDOKU, actions) == -1.0
