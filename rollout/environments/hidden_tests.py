@@ -11,6 +11,7 @@ import ast
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,8 +90,8 @@ _COMPUTING_MODULES = {
     "string",
 }
 
-# Number of the first site and of the first test. It is not a value that a test is likely to expect,
-# because patched code can see it.
+# Number of the first site and of the first test. Patched code can see these numbers, so they are far
+# from the values that tests are likely to expect.
 FIRST_NUMBER = 7_000_001
 
 _NO_LITERAL = object()
@@ -150,7 +151,8 @@ class HiddenTestFile:
     Attributes:
         source: instrumented source.
         sites: comparisons by number.
-        tests: test functions by qualified name, such as `TestAdd.test_one`.
+        tests: test functions by qualified name, such as `TestAdd.test_one`. A name has several if the
+            file defines it several times, for example in both branches of an `if`.
         withheld: withheld values of parameters by number.
         stable_names: module-level names that are bound once, and whose values the tests never
             change.
@@ -164,7 +166,7 @@ class HiddenTestFile:
 
     source: str
     sites: dict[int, Site] = field(default_factory=dict)
-    tests: dict[str, HiddenTest] = field(default_factory=dict)
+    tests: dict[str, list[HiddenTest]] = field(default_factory=dict)
     withheld: dict[int, WithheldValue] = field(default_factory=dict)
     stable_names: list[str] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -176,19 +178,30 @@ class HiddenTestFile:
 def instrument(source: str) -> HiddenTestFile:
     """Return a test file with its expected values withheld.
 
-    A source that is not Python of this version, or that cannot be written out again exactly, is
-    returned as it is and has no tests.
+    A source that is not Python of this version, is nested too deeply, or cannot be written out again
+    exactly is returned as it is and has no tests.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return HiddenTestFile(source=source)
+    file = None
+    with suppress(SyntaxError, ValueError, RecursionError):
+        file = _instrument_file(source)
+    return file or HiddenTestFile(source=source)
 
+
+def _instrument_file(source: str) -> HiddenTestFile | None:
+    """Return an instrumented file; None if it cannot be written out exactly.
+
+    Raises:
+        SyntaxError: the source is not Python of this version.
+        ValueError: it contains null bytes, or an integer that is too long to be written out.
+        RecursionError: it is nested too deeply, such as a sum of hundreds of terms.
+    """
+    tree = ast.parse(source)
     file = HiddenTestFile(source=source)
     _describe_names(file, tree)
     trusted_names = _trusted_names(tree)
-    for prefix, function in _test_functions(tree):
-        _instrument_test(file, function, f"{prefix}{function.name}", trusted_names)
+    for number, (name, function) in enumerate(_test_functions(tree), start=FIRST_NUMBER):
+        test = _instrument_test(file, function, number, trusted_names)
+        file.tests.setdefault(name, []).append(test)
     withheld_constants = set(file.constants) - _names_in_use(tree, set(file.constants))
     for constant in withheld_constants:
         _blank_constant(tree.body, constant)
@@ -198,7 +211,7 @@ def instrument(source: str) -> HiddenTestFile:
     ast.fix_missing_locations(tree)
     text = ast.unparse(tree)
     if ast.dump(ast.parse(text)) != ast.dump(tree):
-        return HiddenTestFile(source=source)
+        return None
     file.source = f"{text}\n"
     return file
 
@@ -207,7 +220,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _test_functions(tree: ast.Module) -> list[tuple[str, _Function]]:
-    """Return the test functions and methods, each with the prefix of its qualified name."""
+    """Return the test functions and methods, each after its qualified name."""
     functions: list[tuple[str, _Function]] = []
 
     def collect(statements: Sequence[ast.stmt], prefix: str) -> None:
@@ -215,20 +228,26 @@ def _test_functions(tree: ast.Module) -> list[tuple[str, _Function]]:
             if isinstance(statement, ast.ClassDef):
                 collect(statement.body, f"{prefix}{statement.name}.")
             elif isinstance(statement, _Function) and statement.name.startswith("test"):
-                functions.append((prefix, statement))
+                functions.append((f"{prefix}{statement.name}", statement))
             elif isinstance(statement, ast.If | ast.Try | ast.With):
-                collect(statement.body, prefix)
-                if not isinstance(statement, ast.With):
-                    collect(statement.orelse, prefix)
+                for block in _inner_blocks(statement):
+                    collect(block, prefix)
 
     collect(tree.body, "")
     return functions
 
 
+def _inner_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks of a compound statement: its bodies, and those of its handlers or cases."""
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    parts = [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]
+    return blocks + [part.body for part in parts]
+
+
 def _instrument_test(
-    file: HiddenTestFile, function: _Function, name: str, trusted_names: set[str]
-) -> None:
-    """Rewrite one test function in place, and add its sites to the file.
+    file: HiddenTestFile, function: _Function, number: int, trusted_names: set[str]
+) -> HiddenTest:
+    """Rewrite one test function in place, and add its sites to the file; return its description.
 
     A name can be withheld only if all of its uses are withheld. The function is rewritten with all
     candidates first; if one of them is still in use then, it is rewritten without that one.
@@ -244,7 +263,7 @@ def _instrument_test(
     while True:
         rewriter = _TestRewriter(
             first_site=FIRST_NUMBER + len(file.sites),
-            number=FIRST_NUMBER + len(file.tests),
+            number=number,
             constants={**module_constants, **local_constants},
             parameters=set(parameters),
             kept_names=compared_names - set(parameters) - set(local_constants),
@@ -266,7 +285,7 @@ def _instrument_test(
         if parameter in rewriter.withheld_parameters:
             _withhold_parameter(file, parameter, slots)
     file.sites.update(rewriter.sites)
-    file.tests[name] = rewriter.test
+    return rewriter.test
 
 
 def _names_in_use(tree: ast.AST, names: set[str]) -> set[str]:
@@ -367,13 +386,16 @@ class _TestRewriter:
                     statement.test = self._guard_comparisons(statement.test)
                 statement.body = self._rewrite_block(statement.body, False)
                 statement.orelse = self._rewrite_block(statement.orelse, False)
-            case ast.Try():
+            case ast.Try() | ast.TryStar():
                 # An exception in the body is part of the test, so only the returns are rewritten.
                 statement.body = self._rewrite_returns(statement.body)
                 for handler in statement.handlers:
                     handler.body = self._rewrite_block(handler.body, False)
                 statement.orelse = self._rewrite_block(statement.orelse, False)
                 statement.finalbody = self._rewrite_block(statement.finalbody, False)
+            case ast.Match():
+                for branch in statement.cases:
+                    branch.body = self._rewrite_block(branch.body, False)
             case _:
                 pass
         return [statement]
@@ -384,10 +406,9 @@ class _TestRewriter:
         for statement in statements:
             if isinstance(statement, ast.Return):
                 block.append(self._end_call())
-            for name in ("body", "orelse", "finalbody"):
-                inner = getattr(statement, name, None)
-                if inner and not isinstance(statement, _Function | ast.ClassDef):
-                    setattr(statement, name, self._rewrite_returns(inner))
+            if not isinstance(statement, _Function | ast.ClassDef):
+                for inner_block in _inner_blocks(statement):
+                    inner_block[:] = self._rewrite_returns(inner_block)
             block.append(statement)
         return block
 
@@ -424,7 +445,7 @@ class _TestRewriter:
         """Rewrite a call such as `self.assertEqual(left, right)`.
 
         Returns:
-            Statement in place of the call; None if the call stays, changed or not.
+            Statement in place of the call; None if the call stays, perhaps with other arguments.
         """
         method = _called_name(call)
         has_star = any(isinstance(argument, ast.Starred) for argument in call.args)

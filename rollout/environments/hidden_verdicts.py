@@ -37,8 +37,10 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "in": lambda item, container: item in container,
     "not in": lambda item, container: item not in container,
-    "is": lambda left, right: type(left) is type(right) and left == right,
-    "is not": lambda left, right: type(left) is not type(right) or left != right,
+    # Only None, True and False are expected with these two, and the values that are read from the texts
+    # "None", "True" and "False" are these objects themselves.
+    "is": operator.is_,
+    "is not": operator.is_not,
 }
 # Operators that mean the same with the operands in the other order: `v has c` means `c in v`, and
 # `v lacks c` means `c not in v`.
@@ -184,7 +186,7 @@ class _Judge:
         return _TestVerdict(passes=True, open_sites=open_sites)
 
     def _is_complete(self, name: str, events: Sequence[_Event]) -> bool:
-        """Return True if a test has reached its end and all sites on the way, with constants unchanged."""
+        """Return True if a test has reached its end and its required sites, with constants unchanged."""
         tests = self._tests_of_function(name)
         if not tests:
             # The function is not in the file, so only pytest knows about its end.
@@ -202,7 +204,8 @@ class _Judge:
     def _tests_of_function(self, name: str) -> list[HiddenTest]:
         """Return the functions of the file that a test may have run.
 
-        The name of an inherited test has the subclass, so the test may be any function of its name.
+        pytest names an inherited test after the subclass, in which the function is not defined. So it
+        may be any function of this name.
         """
         # pytest names a test `path/test_a.py::TestAdd::test_one[parameters]`. The separator is written
         # `:{2}`, because the architecture test takes a string of two colons for the IPv6 address of a
@@ -210,13 +213,13 @@ class _Judge:
         _, *parts = re.split(r":{2}", name.partition("[")[0])
         qualified_name = ".".join(parts)
         if qualified_name in self._file.tests:
-            return [self._file.tests[qualified_name]]
+            return self._file.tests[qualified_name]
         function = qualified_name.rpartition(".")[2]
-        return [
-            test
-            for other_name, test in self._file.tests.items()
-            if other_name.rpartition(".")[2] == function
-        ]
+        inherited: list[HiddenTest] = []
+        for other_name, tests in self._file.tests.items():
+            if other_name.rpartition(".")[2] == function:
+                inherited += tests
+        return inherited
 
     def _are_constant(self, reported: Mapping[str, str]) -> bool:
         """Return True if the constants of the file have kept their values.
@@ -294,8 +297,8 @@ class _Judge:
                 return False
         if text.startswith("!") and candidates is not None:
             return _compares_rightly(site, text[1:].split(";"), candidates)
-        # All that is known of the value is that it is not plain data. `is not` is checked for None, True
-        # and False only, so it is true.
+        # All that is known of the value is that it is not plain data. So it is not None, True or False,
+        # which are the only values that tests compare by `is not`.
         return site.comparison == "is not"
 
     def _original_name(self, name: str) -> str:

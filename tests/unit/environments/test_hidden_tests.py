@@ -18,7 +18,8 @@ def test_a_literal_leaves_the_file() -> None:
         Site(comparison="==", expected=577),
         Site(comparison="in", expected="secret", stated_first=True),
     ]
-    assert file.tests["test_one"].required_sites == list(file.sites)
+    [test] = file.tests["test_one"]
+    assert test.required_sites == list(file.sites)
 
 
 def test_local_and_global_names_of_literals_leave_the_file() -> None:
@@ -65,7 +66,8 @@ def test_methods_of_unittest_are_withheld() -> None:
     assert "577" not in file.source
     operands = f"*__operands__({FIRST_NUMBER + 2}, '==', f(3), f(4), None, None)"
     assert f"self.assertEqual({operands}, 'message')" in file.source
-    assert file.tests["TestOne.test_two"].required_sites == list(file.sites)
+    [test] = file.tests["TestOne.test_two"]
+    assert test.required_sites == list(file.sites)
 
 
 def test_a_site_is_required_only_if_every_complete_run_reaches_it() -> None:
@@ -75,8 +77,8 @@ def test_a_site_is_required_only_if_every_complete_run_reaches_it() -> None:
         "if condition:\n    return\n"
         "assert f(0) == 3"
     )
-    required = [file.sites[number].expected for number in file.tests["test_one"].required_sites]
-    assert required == [1]
+    [test] = file.tests["test_one"]
+    assert [file.sites[number].expected for number in test.required_sites] == [1]
     assert file.source.count(f"__end__({FIRST_NUMBER})") == 2
 
 
@@ -133,3 +135,27 @@ def test_ellipsis_and_infinity_are_compared_in_the_sandbox() -> None:
 
 def test_a_source_that_is_no_python_stays_as_it_is() -> None:
     assert instrument("print 'old'\n") == HiddenTestFile(source="print 'old'\n")
+
+
+def test_every_definition_of_a_test_has_its_own_number() -> None:
+    source = (
+        "if condition:\n    def test_one():\n        assert f(1) == 577\n"
+        "else:\n    def test_one():\n        assert f(1) == 578\n"
+        "def test_two():\n    assert f(2) == 579\n"
+    )
+    tests = instrument(source).tests
+    assert [test.number - FIRST_NUMBER for test in tests["test_one"]] == [0, 1]
+    assert [test.number - FIRST_NUMBER for test in tests["test_two"]] == [2]
+
+
+def test_returns_in_handlers_and_cases_report_the_end() -> None:
+    nested = (
+        "try:\n    try:\n        f(1)\n    except ValueError:\n        return\nfinally:\n    g()\n"
+        "match f(2):\n    case 3:\n        return"
+    )
+    assert instrumented(nested).source.count(f"__end__({FIRST_NUMBER})") == 3
+
+
+def test_a_file_that_is_nested_too_deeply_stays_as_it_is() -> None:
+    source = f"def test_one():\n    assert f() == {' + '.join(['1'] * 800)}\n"
+    assert instrument(source) == HiddenTestFile(source=source)

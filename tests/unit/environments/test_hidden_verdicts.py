@@ -255,6 +255,34 @@ def test_an_infinite_value_is_compared(box: Sandbox, tmp_path: Path) -> None:
     assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
 
 
+# The first branch defines the test, which ends in a handler.
+CONDITIONAL = """
+import sys
+
+if sys.version_info >= (3,):
+    def test_new():
+        assert add(2, 3) == 5
+        try:
+            try:
+                add(2, None)
+            except TypeError:
+                return
+        finally:
+            assert add(3, 3) == 6
+else:
+    def test_new():
+        assert add(2, 3) == 6
+"""
+
+
+def test_a_test_of_a_conditional_definition_may_end_in_a_handler(
+    box: Sandbox, tmp_path: Path
+) -> None:
+    assert play_patch(box, tmp_path, patch_of_add("return a + b"), CONDITIONAL).reward == 1.0
+    step = play_patch(box, tmp_path, patch_of_add("return a * b"), CONDITIONAL)
+    assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
+
+
 def test_a_value_that_is_no_container_fails_not_in(box: Sandbox, tmp_path: Path) -> None:
     hidden_test = "def test_new():\n    assert 6 not in add(2, 3)\n"
     step = play_patch(box, tmp_path, patch_of_add("return object()"), hidden_test)
