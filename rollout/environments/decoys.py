@@ -5,6 +5,7 @@ the sandbox. There it is compared with the expected value and with decoys, in ra
 equality that is always true is detected.
 """
 
+import math
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +71,9 @@ def _change(value: Any) -> Any:
         case int():
             return value + _random.choice([-1, 1]) * _random.randint(1, 12)
         case float():
-            return value + _random.choice([-1, 1]) * _random.uniform(0.2, 2) * (abs(value) + 1)
+            changed = value + _random.choice([-1, 1]) * _random.uniform(0.2, 2) * (abs(value) + 1)
+            # The largest numbers would become infinite, whose `repr` is no literal.
+            return changed if math.isfinite(changed) else value / 2
         case complex():
             return value + complex(_random.randint(1, 9), _random.randint(1, 9))
         case str():

@@ -34,6 +34,14 @@ def test_singletons_have_decoys(expected: Any) -> None:
     assert literal_eval(candidates.texts[candidates.expected]) is expected
 
 
+def test_the_decoys_of_the_largest_number_are_literals() -> None:
+    largest = 1.7976931348623157e308
+    for _ in range(20):
+        candidates = draw_candidates(largest)
+        values = [literal_eval(text) for text in candidates.texts]
+        assert sum(value == largest for value in values) == 1
+
+
 def test_the_expected_number_is_seldom_the_middle_of_all() -> None:
     medians = 0
     for _ in range(200):
