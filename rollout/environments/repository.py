@@ -30,7 +30,8 @@ _PATCH_FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 # Lines that make the modules of the working folder importable.
 _IMPORT_FROM_FOLDER = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
 
-# Names of folders of a checkout that are left out, and of files: `.git` is a file in a worktree.
+# Folders of a checkout that are left out. Files of these names are left out too: in a worktree, `.git`
+# is a file.
 _SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
 _MAX_FILE_BYTES = 1 << 20
 # Tasks whose tests were seen to fail before the repair, by their answers and the folder of checkouts.
@@ -69,6 +70,7 @@ def pack_source(path: str, content: str) -> str:
 def pack_check(check: CheckCall) -> str:
     """Encode a hidden test as one of a task's `answers`; agents are not shown it."""
     values = asdict(check)
+    # The packed form has a shorter name for this field.
     values["passes"] = values.pop("passes_before")
     return json.dumps({"check": values})
 
@@ -326,8 +328,8 @@ def _read_answers(task: Task, checkouts: Path | None) -> _Answers:
     """Decode the answers of a task.
 
     Raises:
-        EnvError: they cannot be decoded, a checkout is missing, or there is no file or no test that
-            fails before the repair.
+        EnvError: they cannot be decoded, a checkout is missing, the patch of the tests does not fit
+            it, or there is no file or no test that fails before the repair.
     """
     sources: dict[str, str] = {}
     checks: list[CheckCall] = []
@@ -357,6 +359,8 @@ def _read_answers(task: Task, checkouts: Path | None) -> _Answers:
         ) from error
     if not sources or not fail_to_pass:
         raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
+    if test_patch:
+        _require_applicable_patch(task, sources, test_patch)
     return _Answers(
         sources=sources,
         shown=sorted(sources) if shown is None else shown,
@@ -365,6 +369,20 @@ def _read_answers(task: Task, checkouts: Path | None) -> _Answers:
         names_by_kind={"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass},
         permissions=_find_permissions(sources) if test_patch else (),
     )
+
+
+def _require_applicable_patch(task: Task, sources: Mapping[str, str], test_patch: str) -> None:
+    """Raise EnvError if the patch that adds the tests does not fit the checkout.
+
+    Otherwise every patch of an agent would fail, for a reason that is none of its mistakes.
+    """
+    try:
+        apply_patch(sources, parse_patch(test_patch))
+    except BadPatch as error:
+        raise EnvError(
+            f"task {task.id}: the patch of its tests does not fit the checkout ({error}); "
+            "check out the commit that the task names, or remove the task"
+        ) from error
 
 
 def _find_permissions(sources: Mapping[str, str]) -> set[str]:

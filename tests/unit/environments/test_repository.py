@@ -329,6 +329,17 @@ def test_a_patch_does_not_say_which_tests_pass(spoof: str, box: Sandbox, tmp_pat
     assert done.metrics["pass_to_pass"] == 1.0
 
 
+def test_a_patch_of_tests_that_does_not_fit_the_checkout_is_an_error(
+    box: Sandbox, tmp_path: Path
+) -> None:
+    (tmp_path / "o__r-1" / "pkg").mkdir(parents=True)
+    (tmp_path / "o__r-1" / "pkg" / "m.py").write_text(SOURCE)
+    with pytest.raises(
+        EnvError, match=r"does not fit the checkout \(There is no file tests/test_m"
+    ):
+        steps(box, RIGHT, task=swe_task(), checkouts=str(tmp_path))
+
+
 def test_rows_that_are_no_instances_are_refused() -> None:
     read = FORMATS["swe_bench"].problem
     assert read({**ROW, "FAIL_TO_PASS": []}) is None
