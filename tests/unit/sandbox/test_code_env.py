@@ -108,6 +108,15 @@ def test_calls(box: Sandbox) -> None:
     assert tried.observation == "There are no visible tests."
 
 
+def test_a_case_that_is_no_json_or_too_deep_counts_as_failed(box: Sandbox) -> None:
+    task = code_task([CallTest(function="double", arguments=(1,), accepted=(2,))], [])
+    env = CodeEnv(task, sandbox=box)
+    env.reset(task)
+    cases = [("[4]", "8"), ("four", "8"), ("[" * 100_000, "8"), ("[5]", "[" * 100_000)]
+    step = asyncio.run(env.check("def double(n):\n    return 2 * n\n", cases))
+    assert step.metrics == {"check_rate": 1 / 4}
+
+
 def test_without_hidden_tests_the_visible_ones_count(box: Sandbox) -> None:
     assert play(box, fenced(RIGHT), task=code_task([], [VISIBLE]))[0].reward == 1.0
 
