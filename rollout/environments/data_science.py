@@ -32,7 +32,7 @@ _MAX_TABLE_BYTES = 1 << 30  # limit of one file
 def pack_file(name: str, content: str | Path) -> str:
     """Return the entry of `Task.answers` for a file that the team may read.
 
-    The answers of a task hold its files and its target; `unpack_files` decodes them.
+    The answers of a task hold its files and its target; `unpack_answers` decodes them.
 
     Args:
         name: name of the file in the folder of the programs.
@@ -97,7 +97,7 @@ class DataScienceEnv:
         Raises:
             EnvError: the task's files cannot be read or written.
         """
-        files, self._target = unpack_files(task)
+        files, self._target = unpack_answers(task)
         sandbox = self.sandbox
         if sandbox is None:
             sandbox = sandbox_server(self.server) if self.server else local_sandbox(self.tier)
@@ -200,7 +200,7 @@ class DataScienceEnv:
         return self._session
 
 
-def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
+def unpack_answers(task: Task) -> tuple[dict[str, bytes], Target]:
     """Decode the answers of a task, which `pack_file` and `pack_target` have encoded.
 
     Returns:

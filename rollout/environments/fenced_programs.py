@@ -54,7 +54,8 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
         first_line, end_line = token.map
         last_line = lines[end_line - 1].strip(" \t>")
         # A closing fence is as long as the opening one, or longer. The parser also ends a block
-        # without one, at the end of the text, the list or the quotation.
+        # without one, at the end of the text, the list or the quotation. A block of one line has
+        # only its opening fence.
         is_fence = last_line.startswith(token.markup) and not last_line.strip(token.markup[0])
         if is_fence and end_line - first_line > 1:
             match = _LABEL.match(token.info)

@@ -34,11 +34,11 @@ class Edit:
         path: path within the repository.
         old: lines to replace, without line ends; () to insert `new`.
         new: lines to put in their place.
-        line: line number in the file before all edits, or None if the patch has none. With old
-            lines it is the number of the first of them, from 1. If they are not at this number, or
-            there is none, they must occur in the file exactly once. Without old lines, `new` is
-            inserted after this line, or at the beginning for 0. If there is no number, the file
-            must be new or empty.
+        line: number of a line in the file before all edits, counted from 1; None if the patch states
+            none, as SEARCH/REPLACE blocks do. If there are old lines, it is the number of the first
+            of them; if they do not start there, or the number is None, they must occur in the file
+            exactly once. If there are no old lines, `new` is inserted after this line, and 0 means
+            the beginning; if the number is None, the file must be new or empty.
     """
 
     path: str
@@ -124,7 +124,10 @@ def _original_index(edit: Edit) -> int | None:
 
     None if the edit has no line number.
     """
-    if edit.line is None or not edit.old:
+    if edit.line is None:
+        return None
+    if not edit.old:
+        # Lines that are inserted after line n stand before the line of index n.
         return edit.line
     return max(edit.line, 1) - 1
 
@@ -172,7 +175,7 @@ def _parse_diff(text: str) -> list[Edit]:
     """
     edits: list[Edit] = []
     path = ""
-    line: int | None = None  # line in the header of the current hunk; None outside of hunks
+    line: int | None = None  # number in the header of the current hunk; None outside of hunks
     hunk: list[str] = []
     rows = _lines(text)
     for index, row in enumerate(rows):

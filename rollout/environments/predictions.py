@@ -92,9 +92,11 @@ class Target:
         """Convert a score to a reward.
 
         Args:
-            reward_kind: "normalised" maps it to [0, 1] by its metric. "gap" is the share of the way from
-                the baseline to the ceiling, max(0, (p - b) / (g - b)), as in DSBench, arXiv
-                2409.07703.
+            score: value of the metric.
+            reward_kind: "normalised" maps the score to [0, 1] by its metric. "gap" is the share of the
+                way from the baseline to the ceiling, as in DSBench (arXiv 2409.07703); it is 0 for a
+                score that is worse than the baseline, and above 1 for one that is better than the
+                ceiling.
 
         Raises:
             ValueError: the gap needs a baseline and a ceiling that differ.
@@ -130,7 +132,7 @@ class Target:
         except csv.Error as error:
             raise AgentMistake(f"not CSV ({error})") from error
 
-        missing = [key for key in self.truth if not all(predictions.get(key, [""]))]
+        missing = [key for key in self.truth if key not in predictions or "" in predictions[key]]
         unknown = [key for key in predictions if key not in self.truth]
         wrong = missing or unknown
         if wrong:

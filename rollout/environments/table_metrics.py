@@ -26,7 +26,7 @@ def accuracy(pairs: Pairs) -> float:
 
 
 def f1(pairs: Pairs) -> float:
-    """Return the F1 score of label 1 if all truths are 0 or 1, else the mean over the labels."""
+    """Return the F1 score of label 1 if all truths are 0 or 1, else the mean over the truths' labels."""
     labels = sorted({truth for truth, _ in pairs}, key=str)
     if set(labels) <= {0.0, 1.0}:
         labels = [1.0]
@@ -110,7 +110,10 @@ def median_ae(pairs: Pairs) -> float:
 
 
 def smape_fraction(pairs: Pairs) -> float:
-    """Return the symmetric mean absolute percentage error as a fraction: 2 |t - p| / (|t| + |p|)."""
+    """Return the symmetric mean absolute percentage error as a fraction.
+
+    It is the mean of 2 |t - p| / (|t| + |p|), which counts as 0 if t and p are 0.
+    """
     errors = []
     for truth, prediction in pairs:
         total = abs(truth) + abs(prediction)
@@ -282,15 +285,19 @@ class Metric:
         return self.scale is None
 
     def score(self, truth: Sequence[str], predictions: Sequence[str]) -> float:
-        """Compute the metric from the cells of two columns."""
+        """Compute the metric of one column from its true and its predicted cells."""
         return self.measure(self._pairs(truth, predictions))
 
     def score_columns(
         self, truth: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]
     ) -> float:
-        """Compute the metric of one or more columns.
+        """Compute the metric of one or more columns from their cells.
 
         It is the mean of the metrics of the columns, unless rows are measured (`by_row`).
+
+        Args:
+            truth: true cells of each column.
+            predictions: predicted cells of each column, in the same order.
         """
         columns = [self._pairs(*cells) for cells in zip(truth, predictions, strict=True)]
         if self.by_row:
@@ -298,6 +305,7 @@ class Metric:
         return fmean(self.measure(pairs) for pairs in columns)
 
     def _pairs(self, truth: Sequence[str], predictions: Sequence[str]) -> Pairs:
+        """Convert the cells of a column to pairs of truth and prediction."""
         convert = _CONVERSIONS[self.kind]
         return [
             (convert(true_cell), convert(predicted_cell))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
+from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_answers
 from rollout.environments.predictions import Target
 from rollout.environments.protocol import Step
 from rollout.records.files import RecordError, read_trajectories, write_trajectories
@@ -222,7 +222,9 @@ def test_tasks_with_damaged_files_fail_the_trajectory(box: Sandbox) -> None:
         (json.dumps({"file": "a", "path": "/no/such"}),),
     ):
         with pytest.raises(EnvError, match="task t"):
-            unpack_files(Task(id="t", prompt="", answers=answers, env="", source="", split="test"))
+            unpack_answers(
+                Task(id="t", prompt="", answers=answers, env="", source="", split="test")
+            )
     odd = Task(
         id="t",
         prompt="",
@@ -266,7 +268,7 @@ with open("submission.csv", "w") as file:
 def test_generated_tables_are_solved_by_the_standard_library(box: Sandbox) -> None:
     tasks = GENERATORS["tabular"].tasks(1, {"train": 4, "test": 2})
     for task in tasks:
-        _, target = unpack_files(task)
+        _, target = unpack_answers(task)
         assert target.beats_baseline(target.ceiling)
         [end] = steps(box, code(SOLVE), task=task, reward="gap", max_turns=1)
         assert end.metrics["solved"] == 1.0
@@ -331,7 +333,7 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(
     options = {"folder": str(folder(tmp_path))}
     tasks = GENERATORS["dsbench"].tasks(1, {"train": 0, "test": 2}, **options)
     task, wide = sorted(tasks, key=lambda task: task.id)
-    _, several = unpack_files(wide)
+    _, several = unpack_answers(wide)
     assert (several.metric, several.columns, several.truth) == (
         "rmsle",
         ["a", "b"],
@@ -344,7 +346,7 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(
         "dsbench",
     )
     assert task.prompt.startswith("Who survived?\n\n")
-    files, target = unpack_files(task)
+    files, target = unpack_answers(task)
     assert sorted(files) == ["sample_submission.csv", "test.csv", "train.csv"]
     assert (target.metric, target.column, target.truth) == (
         "accuracy",
