@@ -33,12 +33,17 @@ async def calculator(*, expression: str) -> str:
 
     Args:
         expression: of numbers, parentheses and + - * / // % **
+
+    Raises:
+        AgentMistake: the expression cannot be evaluated, or its value is too large.
     """
     try:
         value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
         if value.denominator == 1:
             return str(value.numerator)
         return f"{value} = {float(value):.12g}"
+    except ZeroDivisionError as error:
+        raise AgentMistake("calculator: division by zero") from error
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         raise AgentMistake(f"calculator: {error or type(error).__name__}") from error
 
@@ -70,8 +75,10 @@ def _evaluate(node: ast.AST) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) * _bits(base) > _MAX_BITS:
-        raise ValueError("a power must be a whole number, and not too large")
+    if exponent.denominator != 1:
+        raise ValueError("the exponent of a power must be a whole number")
+    if abs(exponent) * _bits(base) > _MAX_BITS:
+        raise ValueError("the number is too large")
     return Fraction(base**exponent.numerator)
 
 
