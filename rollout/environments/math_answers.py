@@ -19,13 +19,14 @@ from rollout.environments.math_numbers import has_base, number_with_base
 CompareMathematics = Callable[[str, str], AnswerComparison]
 
 _INTEGER = re.compile(r"[+-]?\d+|[+-]?\d{1,3}(?:,\d{3})+")
-_EQUATION = re.compile(r"(?<![<>!:])=")
+_EQUALS_SIGN = re.compile(r"(?<![<>!:])=")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TUPLE = re.compile(r"\(.*,.*\)")
 _NAME = re.compile(r"(?:^|,|\\lor |\\land )([a-zA-Z](?:_\{?\w+\}?)?)=")
 _WORD = re.compile(r"[a-zA-Z]{4,}")
 _CLOCK = re.compile(
-    r"(\d{1,2}):([0-5]\d)(?:~?|\\(?:text|mathrm)\{)(?:([ap])\.?m\.?\}?)?", re.IGNORECASE
+    r"(?P<hour>\d{1,2}):(?P<minute>[0-5]\d)(?:\\(?:text|mathrm)\{)?(?:(?P<half>[ap])\.?m\.?\}?)?",
+    re.IGNORECASE,
 )
 _TEXT_ON_LOOP_CHARS = 200  # longer answers are compared on another thread
 _COMPARER = Comparer()
@@ -36,8 +37,9 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
 
     DIFFERENT is also the result for a given answer that cannot be read, or that is over a limit
     (`is_refused`). UNDECIDED is the result for a truth over a limit, for two words with the same
-    letters in another order (which may be products of variables), for an answer of which math-verify
-    read only a part, and if the comparison reached a limit of its process.
+    letters in another order (which may be products of variables), and if the comparison reached a
+    limit of its process. It is also the result for equal answers if math-verify read only a part of
+    one of them.
 
     Six rules are stricter than math-verify's. Every side of a given equation that is a number must
     equal the truth. If both answers name values and one has several names, the names must be the
@@ -101,7 +103,7 @@ def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) ->
 
     given_clock = _CLOCK.fullmatch(given)
     truth_clock = _CLOCK.fullmatch(truth)
-    if given_clock and truth_clock and given_clock[3] and truth_clock[3]:
+    if given_clock and truth_clock and given_clock["half"] and truth_clock["half"]:
         return _verdict(equal=_clock_time(given_clock) == _clock_time(truth_clock))
 
     given_unit = _unit_powers(given)
@@ -122,7 +124,7 @@ def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) ->
         return AnswerComparison.DIFFERENT
 
     if "=" not in truth:
-        *sides, last_side = _EQUATION.split(given)
+        *sides, last_side = _EQUALS_SIGN.split(given)
         for side in filter(_is_numeric, sides):
             comparison = _compare(side, truth, compare_mathematics)
             if comparison is not AnswerComparison.EQUAL:
@@ -142,8 +144,8 @@ def _compare_words(given: str, truth: str) -> AnswerComparison:
 
 
 def _clock_time(clock: re.Match[str]) -> tuple[int, int, str]:
-    """Return the hour, the minute and the half of the day of a time such as `10:30 am`."""
-    return int(clock[1]), int(clock[2]), clock[3].lower()
+    """Return the hour, the minute and the half of the day, "a" or "p", of a time such as `10:30am`."""
+    return int(clock["hour"]), int(clock["minute"]), clock["half"].lower()
 
 
 def _verdict(*, equal: bool) -> AnswerComparison:

@@ -89,7 +89,11 @@ class _Child:
 
 
 def _start(limit_s: int) -> subprocess.Popen[str]:
-    """Start a child and wait until it has loaded math-verify."""
+    """Start a child and wait until it has loaded math-verify.
+
+    Raises:
+        ComparerError: the child ended, because it could not load math-verify.
+    """
     # With -P this folder, whose math.py shadows the standard library's, is not on the import path.
     command = [sys.executable, "-P", str(_MAIN.resolve()), str(limit_s)]
     process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Equality of two math answers, which math-verify reads as sympy expressions.
 
-`compare_as_expressions` compares two answers. The child processes of `math_comparer.py` call it, and
+`compare_as_expressions` compares two answers. `given` and `truth` are their texts, and `guess` and
+`gold` the sympy objects that these texts become. The child processes of `math_comparer.py` call it, and
 they import this file without the rest of the project. Therefore it imports nothing from this project,
 and imports sympy only inside functions.
 """
@@ -14,7 +15,9 @@ from typing import Any
 
 _VALUE_DIGITS = 60  # digits with which numbers are compared
 _MANY_DIGITS = 400  # digits with which exact numbers are compared that agree in 60 digits
-_TINY = 1e-45  # relative error of a value, and the size below which a value may be zero
+# Values of 60 digits are equal if they differ by this share of the larger one; a value of this size or
+# smaller may be zero.
+_TINY = 1e-45
 _FLOAT_DIGITS = 15  # significant digits of a float that a program prints
 _FLOAT_ERROR = 1e-14  # relative error of such a float
 # A decimal truth with as many digits or more stands for all numbers that round to it.
@@ -72,7 +75,8 @@ def _compare(given: str, truth: str) -> AnswerComparison:
 def _read(text: str) -> Any:
     """Return the sympy object of an answer; None if math-verify cannot read it.
 
-    Relations that are joined by `\\lor` and `\\land` become the set of their solutions.
+    Relations that are joined by `\\lor` and `\\land` become the set of their solutions. Values that are
+    joined by them are read as a list: `5\\lor 6` as `5,6`, and `x=5\\lor 6` as `x=5,6`.
     """
     import sympy
 
@@ -94,7 +98,10 @@ def _read(text: str) -> Any:
 
 
 def _read_junction(text: str) -> Any:
-    """Return the solutions of relations that are joined by `\\lor` and, inside of it, `\\land`."""
+    """Return the solutions of relations that are joined by `\\lor` and, inside of it, `\\land`.
+
+    The result is None if a relation cannot be read, or if the relations have several unknowns or none.
+    """
     import sympy
 
     alternatives = []
@@ -150,12 +157,13 @@ def _solutions(expressions: Any) -> Any:
 
 
 def _are_equal(guess: Any, gold: Any) -> bool:
-    """Return True if two sympy objects are equal; numbers may have a relative error."""
+    """Return True if two sympy objects are equal; long decimals may be rounded."""
     import sympy
     from math_verify import verify
 
     if not isinstance(gold, sympy.logic.boolalg.Boolean):
         guess = _assigned_value(guess)
+    # As sets of numbers, the solutions of x > 1 and y > 1 would be equal.
     if _is_relation(guess) and _is_relation(gold) and guess.free_symbols != gold.free_symbols:
         return False
     if _is_number(guess) and _is_number(gold):
@@ -260,25 +268,27 @@ def _values_are_equal(guess: Any, gold: Any) -> bool:
     """
     import sympy
 
-    tolerance = _rounding_tolerance(gold)
     guess_value = _value(guess)
     gold_value = _value(gold)
-    if not (guess_value.is_finite and gold_value.is_finite):
-        return bool(_exact(guess).doit() == _exact(gold).doit())
-    if _are_exact(guess, gold):
+    both_finite = guess_value.is_finite and gold_value.is_finite
+    if not both_finite or _are_exact(guess, gold):
         return bool(_exact(guess).doit() == _exact(gold).doit())
 
     difference = abs(guess_value - gold_value)
     size = max(abs(guess_value), abs(gold_value))
     if gold_value == 0 or guess_value == 0:
+        # The difference from 0 is as large as the other value, so a share of it says nothing.
         return bool(size <= _TINY and sympy.simplify(_exact(guess) - _exact(gold)) == 0)
 
-    if tolerance == 0 and not guess.has(sympy.Float) and not gold.has(sympy.Float):
+    if not guess.has(sympy.Float) and not gold.has(sympy.Float):
+        # Without decimals, both numbers can be computed to as many digits as needed. The last 15 digits
+        # are not compared, because rounding may have changed them.
         if difference > size * _TINY:
             return False
         difference = abs(_value(guess, _MANY_DIGITS) - _value(gold, _MANY_DIGITS))
         return bool(difference <= size * sympy.Float(f"1e-{_MANY_DIGITS - 15}"))
 
+    tolerance = _rounding_tolerance(gold)
     if _significant_digits(guess) >= _FLOAT_DIGITS:
         tolerance = max(tolerance, size * _FLOAT_ERROR)
     return bool(difference <= max(tolerance, size * _TINY))
@@ -411,6 +421,7 @@ def _symbol_value(name: str, point: int) -> Any:
 
 
 def _sort_key(expression: Any) -> tuple[float, float]:
+    """Return the real and the imaginary part of an expression's value at the first point."""
     value = complex(_value_at(expression, 0))
     return value.real, value.imag
 
@@ -439,10 +450,10 @@ def _has_unread_part(text: str, expression: Any, *, both_have_names: bool) -> bo
     for letter in _LETTER.finditer(text, value_start):
         changes.append((letter.start(), "w" if letter[0] == "q" else "q"))
 
-    skipped = [match.span() for match in _MARKED_UNIT.finditer(text)]
-    skipped += [match.span() for match in _ARRAY_COLUMNS.finditer(text)]
+    unchecked_spans = [match.span() for match in _MARKED_UNIT.finditer(text)]
+    unchecked_spans += [match.span() for match in _ARRAY_COLUMNS.finditer(text)]
     for position, character in changes[:_MAX_CHECKED_PARTS]:
-        if any(start <= position < end for start, end in skipped):
+        if any(start <= position < end for start, end in unchecked_spans):
             continue
         changed = _read(f"{text[:position]}{character}{text[position + 1 :]}")
         if changed is not None and changed == expression:

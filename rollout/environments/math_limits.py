@@ -10,7 +10,7 @@ MAX_DIGITS = 100  # limit of one number
 MAX_COMMAS = 100  # limit of one list
 MAX_OPERAND = 10_000  # an exponent, the argument of a factorial, the upper index of a binomial
 
-_BEYOND = MAX_OPERAND + 1
+_BEYOND = MAX_OPERAND + 1  # stands for every size above MAX_OPERAND
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
 _BINOMIAL = re.compile(r"binom\{*(\d+)")
 _TOKEN = re.compile(
@@ -54,7 +54,7 @@ def _estimate_size(text: str) -> int:
     """
     total = 0
     product = 1
-    factor = 1
+    factor = 1  # kept apart from the product, because a power or a factorial applies to it alone
     position = 0
     while position < len(text):
         token = _TOKEN.match(text, position)
@@ -85,6 +85,7 @@ def _estimate_size(text: str) -> int:
         else:
             product *= factor
             factor = 1
+        # A factor 0 counts 1: an estimate is rather too large than too small.
         product = min(max(product, 1), _BEYOND)
     return min(total + product * factor, _BEYOND)
 

@@ -9,7 +9,8 @@ import unicodedata
 
 from rollout.environments.math_numbers import rewrite_numbers
 
-NO_NUMBER = "␣"  # stands for a blank between digits that are not a mixed number
+# Stands for a blank between two numbers, which must not become one number.
+_BLANK_BETWEEN_NUMBERS = "␣"
 
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*(?=[{])")
 _SPACING = re.compile(
@@ -187,12 +188,13 @@ def _unwrap(answer: str) -> str:
 def _rewrite_spaced_digits(text: str) -> str:
     """Rewrite blanks between digits: of mixed numbers, thousands such as `12 000`, and `\\log_2 8`.
 
-    Other digits get NO_NUMBER between them, so that `3 5` does not become 35 when blanks are removed.
+    Other digits get _BLANK_BETWEEN_NUMBERS between them, so that `3 5` does not become 35 when blanks
+    are removed.
     """
     text = _MIXED_NUMBER.sub(r"(\1+\\frac{\2}{\3})", text)
     text = _THOUSANDS.sub(lambda match: re.sub(r"\s", "", match[0]), text)
     text = _SHORT_SCRIPT.sub(r"\1{\2}", text)
-    return _SPACED_DIGITS.sub(NO_NUMBER, text)
+    return _SPACED_DIGITS.sub(_BLANK_BETWEEN_NUMBERS, text)
 
 
 def _rewrite_words(text: str) -> str:
