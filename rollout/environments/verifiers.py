@@ -21,6 +21,7 @@ from rollout.environments.protocol import Step
 from rollout.environments.worker_process import Workers, last_line, worker_command
 from rollout.records.trajectory import Task
 
+# Import path of the program that plays the episodes, for the option `call` of the orchestra `program`.
 PROGRAM = "rollout.orchestras.verifiers:play"
 
 

@@ -3,7 +3,7 @@
 The versions 0.1.14 (`load_environment`) and 0.4 or later (tasksets) are supported.
 
 It runs in the Python environment that `verifiers` is installed in (see `worker_main.py`), so it
-imports nothing else of this project.
+imports nothing of this project.
 """
 
 import importlib
@@ -149,6 +149,7 @@ class VerifiersHandler:
         """Load the environment that the settings name."""
         # `verifiers` looks for uv, which may be installed beside this Python.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        # The environment may be a module in the working directory, from which a script imports nothing.
         sys.path.insert(0, str(Path.cwd()))
         self._env = load_environment(settings["id"], settings["args"])
 

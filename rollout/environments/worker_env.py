@@ -18,7 +18,7 @@ from rollout.environments.protocol import Decision, PlayedEnv, Step, ToolCall
 from rollout.environments.worker_process import WorkerProcess, Workers, worker_command
 from rollout.records.trajectory import Task
 
-_numbers = count()
+_ENV_NUMBERS = count()  # by which the workers tell the environments of trajectories apart
 
 
 class WorkerEnv:
@@ -39,11 +39,11 @@ class WorkerEnv:
         self._name = name
         self._settings = {"name": name, "options": dict(options), "path": sys.path}
         self._workers = workers
-        self._id = next(_numbers)
+        self._number = next(_ENV_NUMBERS)
         self._resources = AsyncExitStack()  # closing it leaves the worker
         self._worker: WorkerProcess | None = None
-        self._problem: str | None = None
-        self._state = ""
+        self._problem: str | None = None  # from `open` until `reset` returns it
+        self._state = ""  # after the last call
         self._is_cancelled = False  # True if a call was cancelled
         self._methods: frozenset[str] = frozenset()
 
@@ -65,7 +65,7 @@ class WorkerEnv:
             if worker is None or worker.error:
                 return
             if self._is_cancelled:  # the worker may still be busy with the cancelled call
-                worker.post(env=self._id, method="close")
+                worker.post(env=self._number, method="close")
             else:
                 await self._request("close")
         finally:
@@ -119,7 +119,7 @@ class WorkerEnv:
         if self._worker is None:
             raise EnvError(f"env {self._name}: it is used before open")
         try:
-            reply = await self._worker.request(env=self._id, method=method, **message)
+            reply = await self._worker.request(env=self._number, method=method, **message)
         except asyncio.CancelledError:
             self._is_cancelled = True
             raise

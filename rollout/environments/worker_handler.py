@@ -91,7 +91,7 @@ class EnvHandler:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert records to dictionaries, and numbers of NumPy and torch to Python's."""
+    """Convert dataclasses to dictionaries, and numbers of NumPy and torch to Python's."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
