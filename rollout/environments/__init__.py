@@ -1,11 +1,11 @@
-"""Environments: the world of one task, used by one trajectory, in which an orchestra takes steps.
+"""Environments: each is the world of one task, in which the agents of one trajectory take steps.
 
 Most environments check the answer by rules or tests and not by a model: verifiable rewards, as in
 RLVR. `protocol` describes their methods.
 
 math         an answer in a box, scored 1 or 0 (math_answers, math_comparer,
              math_comparer_main, math_equality, math_limits, math_notation, math_numbers)
-code         a program, scored by its tests in a sandbox (fenced_programs)
+code         a program, scored by the task's tests in a sandbox (fenced_programs)
 data_science tables to predict by programs in one folder, scored on hidden truths (predictions,
              table_metrics)
 repository   an issue, a patch of files (patches, protected_files), hidden tests (hidden_tests,
@@ -18,8 +18,8 @@ text_world   gymnasium, alfworld, webshop: text worlds of other libraries
 games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards; kuhn_poker,
              leduc_poker, tic_tac_toe: zero-sum games of two agents, whose strategies are measured
              exactly (best_response)
-worker_env   any of these environments, played in worker processes (worker_process, worker_main,
-             worker_handler)
+worker_env   client of an environment that worker processes play, if the option `env.workers` is
+             set (worker_process, worker_main, worker_handler)
 tools        tools that agents call in chats (calculator, chat_tools, mcp)
 running      sandboxes in which environments run programs
 """

@@ -66,8 +66,7 @@ async def mcp_tools(
         EnvError: the library is missing, a server does not start, or two have a tool of one name.
     """
     ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
-    # If the start times out, nobody awaits `ready`; asyncio would complain about its exception.
-    ready.add_done_callback(lambda future: None if future.cancelled() else future.exception())
+    ready.add_done_callback(_mark_retrieved)
     closing = asyncio.Event()
     serving = asyncio.create_task(_serve(servers, calls or CallRecord(), ready, closing))
     try:
@@ -80,6 +79,15 @@ async def mcp_tools(
         if ready.done():
             await asyncio.wait({serving}, timeout=_SHUTDOWN_S)
         await cancel_tasks([serving])
+
+
+def _mark_retrieved(future: asyncio.Future[list[Tool]]) -> None:
+    """Look at the exception of a future, so that asyncio does not complain that nobody did.
+
+    If the start times out, nobody awaits the future.
+    """
+    if not future.cancelled():
+        future.exception()
 
 
 async def _serve(

@@ -42,7 +42,7 @@ class OpenEnvEnv(WorldEnv):
         servers: number of processes of the command.
         sessions: number of sessions that one server plays at a time; OpenEnv's default is 1.
         action: fields of an action. `{text}` in a value is the agent's text, and the value
-            `{json}` is the text read as JSON. Without it, the text is the action as a JSON object.
+            `{json}` is the text read as JSON. null: the text itself is the action, a JSON object.
         observation: text that agents see, with fields of the observation in braces, such as
             `{question}` or `{messages[0][content]}`; "": all fields as JSON.
         goal: least sum of rewards with which a game counts as solved; null: any above 0.

@@ -122,7 +122,7 @@ class SessionRefused(EnvError):
 
 
 class Unreachable(EnvError):
-    """No server listens at a URL."""
+    """No server answers at a URL."""
 
 
 async def open_session(
@@ -222,7 +222,11 @@ class _Server:
         self._output = NamedTemporaryFile(prefix="openenv-")  # noqa: SIM115 -- outlives this method
 
     async def url(self, start_s: float) -> str:
-        """Return the URL of the process when it listens; start the process if it does not run."""
+        """Return the URL of the process when it listens; start the process if it does not run.
+
+        Raises:
+            EnvError: the process cannot be started, ended, or did not listen within `start_s` seconds.
+        """
         if self._process is None or self._process.poll() is not None:
             self._start()
         give_up_at = asyncio.get_running_loop().time() + start_s

@@ -38,7 +38,8 @@ class Step:
             where this is possible (see `PlayedEnv.same`); "" if there is none yet, None if the
             environment does not report answers.
         passages: passages that a search found, best first, as the observation shows them.
-        metrics: metrics of the trajectory so far. Evaluation counts `solved` if it is present.
+        metrics: metrics of the trajectory so far. An evaluation takes `solved` as the trajectory's
+            success; without this metric it takes the outcome.
     """
 
     observation: str = ""
@@ -64,7 +65,10 @@ class Decision:
 
 
 class AgentMistake(ValueError):
-    """An agent's text cannot be used. The agent reads the message: it must not reveal truths."""
+    """An agent's text cannot be used.
+
+    The agent reads the message, so it must not reveal the task's answers.
+    """
 
 
 class Env(Protocol):
@@ -109,8 +113,9 @@ class StatefulEnv(Protocol):
     def state(self) -> str:
         """Return the current state as text, without the history that led to it.
 
-        It is called after `reset` and after every step. Estimators that compare turns of one state
-        use it, such as `at_grpo`; without this method they use a digest of the agent's prompt.
+        It is called after `reset` and after every step. Estimators that compare turns taken
+        in the same state use it, such as `at_grpo`; without this method they take a digest of the
+        agent's prompt for the state.
         """
 
 

@@ -143,7 +143,16 @@ class SearchEnv:
         query_or_id: str,
         count: int,
     ) -> list[str] | None:
-        """Return formatted passages; None if no retriever would take the query or id."""
+        """Return formatted passages; None if no retriever would take the query or id.
+
+        Args:
+            find: `search` of the retriever, or its `passages`.
+            query_or_id: query of a search, or id of a passage.
+            count: number of passages to find, or of neighbours on each side.
+
+        Raises:
+            EnvError, Unusable: see `step`.
+        """
         try:
             passages = await find(query_or_id, count)
         except BadRequest:

@@ -48,7 +48,10 @@ class Scene:
 
 @dataclass(eq=False, kw_only=True)
 class WorldEnv:
-    """A game of a text world; the first of a task's `answers` is the key of the game.
+    """Base class of text worlds, which play one game for each trajectory.
+
+    The first of a task's `answers` is the key of the game. Subclasses implement `begin`, `carry_out`
+    and `end`.
 
     A step is one action. A text that is no action changes nothing, has the reward `malformed` and
     takes a turn. Metrics are `solved`, `turns` and `malformed_actions`.
@@ -301,6 +304,7 @@ class GymnasiumEnv(ThreadWorldEnv):
         return action
 
     def _show(self, observation: Any) -> str:
+        """Return the text of a scene: the rendered one in the mode `ansi`, else the observation."""
         if self._env.render_mode == "ansi":
             return _HIGHLIGHTED.sub(r"[\1]", str(self._env.render())).strip("\n")
         if isinstance(observation, str):
