@@ -73,7 +73,7 @@ class Sudoku(Game[SudokuGrid]):
         given = tuple(0 if sign == "." else int(sign) for row in rows for sign in row)
         if size not in (4, 9) or len(rows[0]) != size or max(given) > size:
             raise puzzles.BadPuzzle(
-                f"Sudoku: {size} rows of {len(rows[0])} cells; "
+                f"Sudoku: {size} rows of {len(rows[0])} cells with digits up to {max(given)}; "
                 "expected 4 rows of 4 with digits up to 4, or 9 rows of 9"
             )
         solution = _solution(given)

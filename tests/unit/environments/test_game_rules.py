@@ -290,7 +290,16 @@ def test_no_path_is_shorter_than_the_solution() -> None:
             "1 players, 0 boxes, 0 goals; expected .* at least one box",
         ),
         ("sokoban", "@ $ .", "walls all around"),
-        ("sudoku", "1 . 3\n. . .\n. . .", "3 rows of 3 cells; expected 4 rows of 4"),
+        (
+            "sudoku",
+            "1 . 3\n. . .\n. . .",
+            "3 rows of 3 cells with digits up to 3; expected 4 rows of 4",
+        ),
+        (
+            "sudoku",
+            "7 . . .\n. . . .\n. . . .\n. . . .",
+            "4 rows of 4 cells with digits up to 7; expected 4 rows of 4 with digits up to 4",
+        ),
         ("sudoku", "1 1 . .\n. . . .\n. . . .\n. . . .", "no solution"),
         ("blocksworld", "now: A B\ngoal: A", "with the same blocks"),
         ("blocksworld", "now: A | A\ngoal: A", "with the same blocks"),
