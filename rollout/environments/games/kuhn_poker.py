@@ -28,7 +28,7 @@ class Hand:
     """State of a game.
 
     Attributes:
-        cards: card of the first player, then of the second.
+        cards: card of the first player, then of the second, such as "KJ".
         history: actions so far; the first player begins, and the players take turns.
     """
 

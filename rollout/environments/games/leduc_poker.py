@@ -23,7 +23,8 @@ class LeducHand:
     """State of a game.
 
     Attributes:
-        ranks: rank of the first player's card, of the second player's, and of the open card.
+        ranks: rank of the first player's card, of the second player's, and of the open card,
+            such as "JQK".
         rounds: actions of each round so far; the first player begins every round.
     """
 

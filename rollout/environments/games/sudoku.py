@@ -44,16 +44,17 @@ class Sudoku(Game[SudokuGrid]):
     r = step · n + progress · Δfilled + constraint · Δsatisfied + broken · b    otherwise
 
     - n: number of single cells in the list; 1 for a whole grid.
-    - e: 1 if the player has changed digits of cells no more often than the puzzle has empty cells,
-      in all lists so far; else 0.
+    - e: 1 if the number of changed cells, counted over all lists so far, is at most the number of
+      empty cells of the puzzle; else 0. A cell that is changed twice counts twice.
     - filled: share of cells with a digit.
     - satisfied: sum of (number of digits − 1) over the rows, columns and boxes that have digits and
       repeat none.
     - b: 1 if a row, column or box has a repeated digit; else 0.
 
-    Δ is the change by the list. A list that contradicts a given digit writes nothing and has the
-    reward step · n + broken. A text that writes neither a grid nor cells has the reward malformed. If
-    the game ends without a solution, fail is added.
+    Δ is the change by the list. A list that contradicts given digits writes nothing and has the
+    reward step · n + broken; each contradiction counts as an impossible action, in a whole grid too. A
+    text that writes neither a grid nor cells has the reward malformed. If the game ends without a
+    solution, fail is added.
     """
 
     step: float = -0.01
@@ -140,7 +141,7 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
         random: source of a random order of the solutions; None: a fixed order.
     """
     size = isqrt(len(given))
-    units = _units(size)
+    units = _units(size)  # the row, column and box of each cell
     used = [0] * (3 * size)  # bit mask of the digits in each row, column and box
     cells = list(given)
     for index, digit in enumerate(cells):

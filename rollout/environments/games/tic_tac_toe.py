@@ -20,7 +20,7 @@ _LINES = (
 
 
 class TicTacToe(ZeroSumGame[str]):
-    """Rules of tic-tac-toe. A state is the board: nine cells, row by row.
+    """Rules of tic-tac-toe. A state is the board: its nine cells row by row, such as "12X4O6789".
 
     Nothing is hidden or left to chance, so there is one deal: the empty board.
     """
