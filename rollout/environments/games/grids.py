@@ -91,7 +91,7 @@ class Walk(Grid):
         free: cells without an obstacle.
         position: cell of the walker.
         goal_cell: cell that the walker has to reach.
-        fewest_moves: number of moves of a shortest way from the first position to the goal.
+        fewest_moves: number of moves of a shortest path from the first position to the goal.
     """
 
     free: frozenset[Cell]
@@ -140,8 +140,8 @@ class PlanPath(_GridGame[Walk]):
                 "Plan-Path: expected the positions of S and G, and below them a grid with one S and one G"
             )
         free = frozenset(cell for cell, sign in cells.items() if sign != "#")
-        way = shortest_way(free, starts[0], goals[0])
-        if way is None:
+        path = shortest_path(free, starts[0], goals[0])
+        if path is None:
             raise puzzles.BadPuzzle("Plan-Path: there is no way from S to G")
         walk = Walk(
             free=free,
@@ -149,7 +149,7 @@ class PlanPath(_GridGame[Walk]):
             columns=len(rows[0]),
             position=starts[0],
             goal_cell=goals[0],
-            fewest_moves=len(way),
+            fewest_moves=len(path),
         )
         if positions.split() != _positions_line(walk).split():
             raise puzzles.BadPuzzle(
@@ -193,16 +193,16 @@ class PlanPath(_GridGame[Walk]):
     def measure(self, state: Walk) -> Mapping[str, float]:
         """Return `progress` and `optimal`.
 
-        `progress` is the share of the shortest way that the walker has covered. `optimal` is 1 if
+        `progress` is the share of the shortest path that the walker has covered. `optimal` is 1 if
         the puzzle is solved in the fewest moves.
         """
-        remaining = len(shortest_way(state.free, state.position, state.goal_cell) or ())
+        remaining = len(shortest_path(state.free, state.position, state.goal_cell) or ())
         optimal = self.solved(state) and state.moves == state.fewest_moves
         return {"progress": max(0.0, 1 - remaining / state.fewest_moves), "optimal": float(optimal)}
 
     def solve(self, state: Walk) -> str | None:
-        way = shortest_way(state.free, state.position, state.goal_cell)
-        return None if way is None else " ".join(way)
+        path = shortest_path(state.free, state.position, state.goal_cell)
+        return None if path is None else " ".join(path)
 
 
 def _positions_line(walk: Walk) -> str:
@@ -212,7 +212,7 @@ def _positions_line(walk: Walk) -> str:
     return f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
 
 
-def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
+def shortest_path(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
     """Return a shortest list of moves through free cells from start to goal; None if there is none."""
 
     def successors(cell: Cell) -> Iterator[tuple[str, Cell]]:
@@ -251,14 +251,14 @@ class PlanPathSource(_GridSource):
     name_format = "plan_path_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Draw obstacles and two free cells with a way between them."""
+        """Draw obstacles and two free cells with a path between them."""
         cells: list[Cell] = list(product(range(self.size), range(self.size)))
         free = [cell for cell in cells if random.random() >= self.obstacles]
         if len(free) < 2 or not owns(f"plan_path{self.size}{free}"):
             return None
         start, goal = random.sample(free, 2)
-        way = shortest_way(frozenset(free), start, goal)
-        if way is None:
+        path = shortest_path(frozenset(free), start, goal)
+        if path is None:
             return None
         walk = Walk(
             rows=self.size,
@@ -266,7 +266,7 @@ class PlanPathSource(_GridSource):
             free=frozenset(free),
             position=start,
             goal_cell=goal,
-            fewest_moves=len(way),
+            fewest_moves=len(path),
         )
         return PlanPath().show(walk)
 
