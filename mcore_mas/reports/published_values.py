@@ -142,9 +142,8 @@ def _value_at(value: Any, path: Sequence[str]) -> Any:
 
 
 def _loss_option(option: str, config: RunConfig) -> Any:
-    """Return an option of the loss, or its default."""
-    parameters = inspect.signature(LOSSES[config.loss.name]).parameters
-    return config.loss.options.get(option, parameters[option].default)
+    """Return an option of the loss, or its default; None if the loss has no such option."""
+    return _option_or_default(LOSSES[config.loss.name], config.loss, option)
 
 
 def _describe_choice(choice: Choice | None) -> Any:
@@ -174,17 +173,17 @@ def _estimator_option(estimators: Collection[str], option: str, config: RunConfi
         estimator = config.advantage_of(agent)
         value = None
         if estimator.name in estimators:
-            value = _option_or_default(estimator, option)
+            value = _option_or_default(ESTIMATORS[estimator.name], estimator, option)
         values.append(value)
     return _common_value(values)
 
 
-def _option_or_default(estimator: Choice, option: str) -> Any:
-    """Return an option of an estimator, or its default; None if the estimator has no such option."""
-    parameters = inspect.signature(ESTIMATORS[estimator.name]).parameters
+def _option_or_default(function: Callable[..., Any], choice: Choice, option: str) -> Any:
+    """Return an option of a chosen function, or its default; None if the function has no such option."""
+    parameters = inspect.signature(function).parameters
     if option not in parameters:
         return None
-    return estimator.options.get(option, parameters[option].default)
+    return choice.options.get(option, parameters[option].default)
 
 
 def _estimator(config: RunConfig) -> Any:
@@ -192,6 +191,7 @@ def _estimator(config: RunConfig) -> Any:
 
 
 def _group_size(config: RunConfig) -> int:
+    """Return the number of trajectories of a task; with tree sampling, the number of branches."""
     branching = config.trainer.branching
     return branching.width if branching else config.trainer.group_size
 
@@ -203,15 +203,18 @@ def _updates_per_step(config: RunConfig) -> Any:
 
 
 def _kl(config: RunConfig) -> Any:
+    """Return [coefficient, estimate, place] of the KL term; 0.0 without one."""
     kl = config.loss.kl
     return [kl.coef, kl.estimate, kl.where] if kl.coef else 0.0
 
 
 def _prompt_tokens(config: RunConfig) -> int:
+    """Return the number of tokens that the longest reply leaves for its prompt."""
     return config.engine.max_length - max(agent.max_tokens for agent in config.agents.values())
 
 
 def _turns(config: RunConfig) -> Any:
+    """Return the option with which the orchestra limits its turns; None if it has no such option."""
     for option in _TURN_LIMITS:
         if option in config.orchestra.options:
             return config.orchestra.options[option]
@@ -223,6 +226,7 @@ def _malformed_penalty(config: RunConfig) -> float:
 
 
 def _tree_weights(config: RunConfig) -> list[Any]:
+    """Return [gamma, lam] of the estimators of trees."""
     return [_estimator_option(("mcts", "mars2"), option, config) for option in ("gamma", "lam")]
 
 

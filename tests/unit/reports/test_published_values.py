@@ -154,6 +154,13 @@ def test_a_difference_is_seen_and_an_unknown_is_none() -> None:
     assert values["seed"].theirs == UNKNOWN and not values["seed"].differs
 
 
+def test_a_loss_without_clips_has_none() -> None:
+    config = deepcopy(resolve(["experiment=demo_math"]))
+    config["loss"] = {**config["loss"], "name": "reinforce", "options": {}}
+    values = compared_values(RunConfig.from_values(config, "demo_math"))
+    assert [values[name] for name in ("lower clip", "upper clip", "dual clip")] == [None] * 3
+
+
 def test_the_page_has_a_row_for_every_published_experiment() -> None:
     page = pages()[EXPERIMENTS]
     evidence = r"^\| `([^`]+)` \|.*\| (?:primary|secondary|no number known) \|"
