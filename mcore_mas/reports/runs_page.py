@@ -90,7 +90,8 @@ def _conversations(folder: Path) -> Iterator[ShownConversation]:
 
     The first two show the same task before and after training: the first task that only the trained
     team solves, or else the first task. The third shows the first other task that the trained team
-    does not solve. Conversations that the evaluations do not have are left out.
+    does not solve. A task is solved if its success is above 0. Conversations that the evaluations do
+    not have are left out.
     """
     base = _first_samples(folder / "evaluation" / "base")
     trained = _first_samples(folder / "evaluation" / "trained")
@@ -100,11 +101,11 @@ def _conversations(folder: Path) -> Iterator[ShownConversation]:
     gained = [
         task
         for task, played in trained.items()
-        if played.success and task in base and not base[task].success
+        if task in base and played.success > 0 and base[task].success <= 0
     ]
     shown_task = next(iter(gained or trained))
     unsolved = [
-        played for task, played in trained.items() if played.score == 0 and task != shown_task
+        played for task, played in trained.items() if played.success <= 0 and task != shown_task
     ]
     if shown_task in base:
         yield _show(base[shown_task], "before training", tasks)

@@ -88,6 +88,23 @@ def test_a_task_that_stays_unsolved_is_not_shown_twice(page: Path, tmp_path: Pat
     assert unsolved.startswith("after training, not solved") and "I wait." in unsolved
 
 
+def test_a_negative_outcome_is_not_solved(page: Path, tmp_path: Path) -> None:
+    second = tmp_path / "b"
+    write_tasks(second / "tasks" / "test.parquet", [WALK, replace(WALK, id="far")])
+    outcomes = {"base": {"walk": 0.0, "far": -1.0}, "trained": {"walk": -1.0, "far": 1.0}}
+    for state, by_task in outcomes.items():
+        played = [
+            trajectory(turn(0, text=f"{state} {task}"), task_id=task, outcome=outcome)
+            for task, outcome in by_task.items()
+        ]
+        write_trajectories(second / "evaluation" / state / "part_000000.parquet", played)
+    write_runs_page(tmp_path, ["b"], page)
+    before, after, unsolved = page.read_text().split("<h3>")[1:]
+    assert before.startswith("before training") and "base far" in before
+    assert after.startswith("after training<") and "trained far" in after
+    assert unsolved.startswith("after training, not solved") and "trained walk" in unsolved
+
+
 @pytest.mark.parametrize("damage", **damage_cases(CONFIG_DAMAGE))
 def test_a_damaged_config_hides_no_other_run(
     page: Path, tmp_path: Path, damage: Callable[[Path], None]
