@@ -131,8 +131,8 @@ class Studio:
         Returns:
             rows: the next trajectories that pass the filters, each with its task's question and
                 right answers.
-            of: number of trajectories in the file.
-            page: maximum number of rows on a page.
+            total: number of trajectories in the file.
+            rows_per_page: maximum number of rows on a page.
         """
         path = self._file_path(run, file)
         rows = list_trajectories(
@@ -141,8 +141,8 @@ class Studio:
         texts = self._task_texts(run, {row.task_id for row in rows})
         return {
             "rows": [_with_task_text(asdict(row), texts.get(row.task_id)) for row in rows],
-            "of": count_trajectories(path),
-            "page": _ROWS_PER_PAGE,
+            "total": count_trajectories(path),
+            "rows_per_page": _ROWS_PER_PAGE,
         }
 
     def trajectory(self, run: str, file: str, index: WholeNumber) -> str:
@@ -277,7 +277,9 @@ def escape_texts(value: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _read_credit(path: Path, modified_ns: int) -> tuple[TurnAdvantages, TurnGroups]:
-    """Compute the credit of a file of a training step; return empty mappings for other and for large files.
+    """Compute the credit of a file of a training step.
+
+    The mappings are empty for the file of an evaluation, and for a large file.
 
     The time of modification is a key of the cache, so that a modified file is read again.
     """

@@ -44,7 +44,8 @@ const other = emptyRun("");
 
 let states = [];  // states of all runs
 let files = [];  // files of trajectories of the chosen run
-let firstIndex = 0;  // index of the first trajectory in the list
+// Indices in the file at which the pages of the list begin, from the first page to the one that is shown.
+let pageStarts = [0];
 let followsNewest = true;  // show the file of the newest step when it appears
 let listRequests = 0;  // number of requests for the list, to drop outdated answers
 let tab = "curves";
@@ -173,7 +174,7 @@ async function chooseRun(name) {
   Object.assign(run, emptyRun(name));
   if (other.name === name) byId("other").value = "";
   files = [];
-  firstIndex = 0;
+  pageStarts = [0];
   followsNewest = true;
   removeCharts();
   byId("run").hidden = false;
@@ -314,8 +315,8 @@ function curvesOf(target) {
   return curves;
 }
 
-// Return the names that lines of charts have in both runs: data sources for the group "validation",
-// and for other groups the agents first, then policies and opponents. The position decides the colour.
+// Return the names of the members of a group of metrics, of either run: data sources for the group
+// "validation"; for other groups the agents, then policies and opponents. The position decides the colour.
 function members(group = "agent") {
   const membersOf = target => Object.values(target.charts)
     .filter(metric => metric.member && metric.chart.startsWith("validation/") === (group === "validation"))
@@ -504,7 +505,7 @@ async function showFiles() {
   select.value = keepsFile ? chosen : last(stepFiles()) || files[0] || "";
   showAgents();
   if (select.value !== chosen || followsNewest) {
-    firstIndex = 0;
+    pageStarts = [0];
     await showTrajectories();
   }
 }
@@ -535,24 +536,26 @@ async function showTrajectories() {
   const filters = Object.fromEntries(FILTERS.map(name => [name, byId(name).value]));
   listRequests += 1;
   const request = listRequests;
-  const query = {run: run.name, file, first: firstIndex, ...filters};
+  const starts = pageStarts;
+  const query = {run: run.name, file, first: last(starts), ...filters};
   const list = await fetchJson("/api/trajectories", query);
   if (request !== listRequests) return;  // the filters have changed since the request
 
   const ordered = members();
   byId("list").replaceChildren(...list.rows.map(row => trajectoryRow(row, file, ordered)));
   byId("range").textContent = list.rows.length
-    ? `${list.rows[0].index + 1}–${last(list.rows).index + 1} of ${list.of}` : `none of ${list.of}`;
-  byId("earlier").disabled = firstIndex === 0;
-  byId("later").disabled = list.rows.length < list.page;
-  byId("later").onclick = () => showPage(last(list.rows).index + 1);
-  byId("earlier").onclick = () => showPage(Math.max(0, firstIndex - list.page));
+    ? `${list.rows[0].index + 1}–${last(list.rows).index + 1} of ${list.total}` : `none of ${list.total}`;
+  byId("earlier").disabled = starts.length === 1;
+  byId("later").disabled = list.rows.length < list.rows_per_page;
+  byId("later").onclick = () => showPage([...starts, last(list.rows).index + 1]);
+  byId("earlier").onclick = () => showPage(starts.slice(0, -1));
   if (list.rows.length && (followsNewest || !byId("conversation").src)) byId("list").firstChild.click();
   await showTimeline(file);
 }
 
-function showPage(index) {
-  firstIndex = index;
+// Show the last page of a list of page starts.
+function showPage(starts) {
+  pageStarts = starts;
   showTrajectories();
 }
 
@@ -669,10 +672,10 @@ byId("other").onchange = compareRuns;
 byId("named").oninput = drawCharts;
 byId("smoothing").oninput = drawCharts;
 byId("more").ontoggle = drawCharts;
-for (const name of FILTERS) byId(name).oninput = () => showPage(0);
+for (const name of FILTERS) byId(name).oninput = () => showPage([0]);
 byId("file").onchange = () => {
   followsNewest = byId("file").value === last(stepFiles());
-  showPage(0);
+  showPage([0]);
 };
 byId("waiting_file").onchange = () => {
   byId("file").value = byId("waiting_file").value;

@@ -104,6 +104,28 @@ LEGENDS = """Object.fromEntries([...document.querySelectorAll('#charts figure')]
     entry => entry.querySelector('span').textContent + ' ' + entry.querySelector('i').style.borderColor)]))"""
 
 
+def test_pages_of_a_filtered_list_are_the_same_on_the_way_back(
+    page: Browser, tmp_path: Path
+) -> None:
+    """Every second of 500 trajectories passes the filter, so the pages have 100, 100 and 50 rows."""
+    file = tmp_path / "results/a/train/trajectories/step_000002.parquet"
+    agents = ("solver", "verifier")
+    write_trajectories(file, [one_turn(number, agents[number % 2]) for number in range(500)])
+    shown = "document.getElementById('range').textContent"
+    page.value(SET.format("agent", "solver", "input"))
+    pages = ["1–199 of 500", "201–399 of 500", "401–499 of 500"]
+    page.until(f"{shown} === '{pages[0]}'")
+    for button, expected in (
+        ("later", pages[1]),
+        ("later", pages[2]),
+        ("earlier", pages[1]),
+        ("earlier", pages[0]),
+    ):
+        page.value(f"document.getElementById('{button}').click()")
+        page.until(f"{shown} === '{expected}'", seconds=20)
+    assert page.value("document.getElementById('earlier').disabled")
+
+
 def test_an_agent_has_one_colour_in_all_charts(page: Browser, tmp_path: Path) -> None:
     """Also if metrics come in another order, behind data sources, or of one agent alone."""
     rows = [("verifier", "entropy"), ("solver", "entropy"), ("verifier", "kl")]
