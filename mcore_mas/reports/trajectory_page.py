@@ -40,7 +40,7 @@ class PeerGroup:
     vote_columns: tuple[str, ...]  # columns in which turns of one vote are equal
     size: int  # number of votes in the group, including those of other tasks
     mean: float  # of all votes in the group
-    std: float
+    std: float  # of all votes in the group
     members: list[GroupMember]  # turns of this task
 
 

@@ -267,6 +267,17 @@ def test_a_turn_has_its_peer_groups(recorded: Path) -> None:
     assert re.findall(r'<tr class="this-turn"><td>(\d)</td>', written) == ["1"]
 
 
+def test_a_peer_group_without_columns_has_all_turns(recorded: Path) -> None:
+    played = read_trajectories(recorded)
+    advantages, groups = compute_turn_credit(recorded, played)
+    of_all_turns = {
+        turn_id: [replace(group, peer_columns=()) for group in turn_groups]
+        for turn_id, turn_groups in groups.items()
+    }
+    text = HtmlPage(trajectory_page(played[1], advantages, groups=of_all_turns)).text()
+    assert "σ 0.7071, of all turns of the step One vote per trajectory. " in text
+
+
 def test_the_command_prints_advantages_and_writes_the_page(
     recorded: Path,
     tmp_path: Path,
