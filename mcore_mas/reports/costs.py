@@ -53,7 +53,7 @@ def run_costs(run: Path, state: str) -> dict[str, str]:
 
     turns = _read_turns(run / "evaluation" / state)
     if len(turns):
-        answer = _answer_costs(turns)
+        answer = _costs_of_answer(turns)
         row["tokens of an answer"] = f"{answer.tokens:.4g}"
         row["seconds of an answer"] = f"{answer.seconds:.3g}"
         row["of which by agent"] = "; ".join(
@@ -134,7 +134,7 @@ def answer_costs(folder: Path) -> dict[str, float]:
     turns = _read_turns(folder)
     if not len(turns):
         return {}
-    answer = _answer_costs(turns)
+    answer = _costs_of_answer(turns)
     costs = {"tokens": answer.tokens, "seconds": answer.seconds}
     for agent, agent_costs in _costs_by_agent(turns).items():
         costs[f"agent/{agent}/calls"] = agent_costs.calls
@@ -143,7 +143,8 @@ def answer_costs(folder: Path) -> dict[str, float]:
     return costs
 
 
-def _answer_costs(turns: pd.DataFrame) -> AnswerCosts:
+def _costs_of_answer(turns: pd.DataFrame) -> AnswerCosts:
+    """Return the mean costs of an answer, from the turns of all answers."""
     answers = turns.groupby("answer")
     seconds = (answers["ended"].max() - answers["started"].min()).mean()
     return AnswerCosts(
@@ -154,6 +155,7 @@ def _answer_costs(turns: pd.DataFrame) -> AnswerCosts:
 
 
 def _costs_by_agent(turns: pd.DataFrame) -> dict[str, AnswerCosts]:
+    """Return the mean costs of each agent's part in an answer; answers without the agent count too."""
     answers = turns["answer"].nunique()
     return {
         str(agent): AnswerCosts(

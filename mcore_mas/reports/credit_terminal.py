@@ -168,8 +168,8 @@ def _print_task(
 ) -> None:
     """Print how an estimator compared the turns of a task, and the advantages that it gave.
 
-    Advantages are printed for the agents that have this estimator. The peer groups may also hold
-    turns of other agents. Nothing is printed if none of these agents has a turn of the task.
+    Advantages are printed for the agents that have this estimator; the peer groups may also hold
+    turns of other agents. Nothing is printed if no agent with this estimator has a turn of the task.
     """
     compared = [samples[index] for index in applied.indices]
     rows = [i for i, sample in enumerate(compared) if sample.task == task]
@@ -217,12 +217,15 @@ def _parse_estimator(name: str, options: Mapping[str, Any]) -> AdvantageConfig:
 def _groups_table(
     statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]
 ) -> Table:
-    """Return a table with a line per peer group: its votes, their number, mean and deviation.
+    """Return a table with a line for each peer group of a task's turns.
+
+    A line has the votes of these turns, and the number, mean and deviation of all votes in the group.
+    A group may also have votes of other tasks.
 
     Args:
         statistics: votes of the groups.
         samples: turns that were compared.
-        rows: indices of the turns whose groups and votes are shown.
+        rows: indices of the task's turns.
     """
     table = Table(
         "group",

@@ -16,7 +16,7 @@ from mcore_mas.reports.paper_tables import PaperCell, PaperTable
 from mcore_mas.reports.tables import markdown_table, read_evaluation
 from rollout.base.files import write_text
 
-# Papers print per cents with one decimal, so their numbers are rounded by up to 0.05 %.
+# Papers print per cents with one decimal, so their numbers are off by up to 0.05 points.
 _ROUNDING = 0.0005
 _POSITION = ("block", "row", "column", "metric")  # fields of a cell that say where it is in a table
 
@@ -42,7 +42,9 @@ class Evaluations:
             for key, paths in files.items()
         }
 
-    def scores(self, experiment: str, state: str, dataset: str, kind: str) -> dict[str, pd.Series]:
+    def scores(
+        self, experiment: str, state: str, dataset: str, our_metric: str
+    ) -> dict[str, pd.Series]:
         """Return the scores by task of an evaluation, by data source.
 
         Args:
@@ -50,20 +52,18 @@ class Evaluations:
             state: name of the evaluation, or GAIN for trained - base, paired by task.
             dataset: a data source; "all" for one series of all tasks; or "average" for a series of
                 each data source.
-            kind: the metric without its k: avg, pass or maj.
+            our_metric: avg, pass or maj, which is the name of the metric without its k.
         """
         if state == GAIN:
-            trained = self.scores(experiment, "trained", dataset, kind)
-            base = self.scores(experiment, "base", dataset, kind)
+            trained = self.scores(experiment, "trained", dataset, our_metric)
+            base = self.scores(experiment, "base", dataset, our_metric)
             return _paired_differences(trained, base)
 
         rows = self._scores[f"{experiment}/{state}"]
-        rows = rows[rows["metric"].str.startswith(f"{kind}@")]
+        rows = rows[rows["metric"].str.startswith(f"{our_metric}@")]
         if dataset == "average":
             return {
-                str(source): _task_means(part)
-                for source, part in rows.groupby("source", sort=True)
-                if len(part)
+                str(source): _task_means(part) for source, part in rows.groupby("source", sort=True)
             }
         if dataset != "all":
             rows = rows[rows["source"] == dataset]
@@ -203,10 +203,10 @@ def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the CSV columns that compare a line with the paper, by name.
 
     `paper_source` and `grade` are those of the table. `tolerance` is the distance from our mean to
-    the end of its interval on the side of the published number, plus `_ROUNDING`, also for a
-    difference of two published numbers. `within` is True if our mean and the published number differ
-    by at most the tolerance. `tolerance` and `within` are None if no task was scored, or no single
-    number is published.
+    one end of its interval, plus `_ROUNDING`: to the upper end if the published number is above our
+    mean, else to the lower end. `within` is True if our mean and the published number differ by at
+    most the tolerance. `tolerance` and `within` are None if no task was scored, or no single number
+    is published.
     """
     agreement = {
         "paper_source": table.source,

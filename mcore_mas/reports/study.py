@@ -83,7 +83,7 @@ def norm_measures(metrics: Metrics) -> dict[str, float]:
 def validation_measures(metrics: Metrics) -> dict[str, float]:
     """Return the highest validation accuracy of a training, and how far it has fallen at the end.
 
-    {} if the training has been validated once only.
+    {} if the training has been validated less than twice.
     """
     accuracies = curve(metrics, "validation/accuracy")
     if len(accuracies) < 2:

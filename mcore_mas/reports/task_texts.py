@@ -49,6 +49,7 @@ def find_task_texts(file: Path, task_ids: Collection[str]) -> dict[str, TaskText
 
 
 def _search_file(path: Path, task_ids: Collection[str]) -> Iterator[tuple[str, TaskText]]:
+    """Yield id and text of the tasks of a file that have one of the ids; none if it cannot be read."""
     try:
         tasks = _read_columns(path, path.stat().st_mtime_ns)
         with arrow_errors(path, "a column has another type than expected"):

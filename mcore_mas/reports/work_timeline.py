@@ -16,7 +16,8 @@ class WorkTimeline:
     """Number of trajectories that each agent and tool works for, over the time of a step."""
 
     seconds: float  # from the start of the first call to the end of the last one
-    # For each interval its middle, in seconds, and the mean number of trajectories; by agent or tool.
+    # By agent or tool, or `WAITING`: the middle of each interval, in seconds since the start, and the
+    # mean number of trajectories in it.
     lines: Mapping[str, Sequence[tuple[float, float]]]
     slowest: int  # index of the trajectory that ended last
     task: str  # id of the slowest trajectory's task

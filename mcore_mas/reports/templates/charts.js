@@ -2,7 +2,7 @@
 // content security policy lets no text be compiled to code.
 "use strict";
 
-const CHART_HEIGHT = 170;
+const CHART_HEIGHT = 170;  // pixels, as of .plot in studio.html.jinja
 const MAX_POINTS = 500;  // of a line; longer lines are drawn through means of neighbouring points
 const MAX_MARKS = 60;  // points of a sparse line that are marked; a longer line has no marks
 
@@ -111,15 +111,15 @@ function lineChart({title, detail, unit, xAxis, xLabel}) {
     if (!view) return;
     const box = plot.getBoundingClientRect();
     const x = view.scale("x").invert(event.clientX - box.left - view.origin()[0]);
-    const step = nearestStep(data.lines, x);
-    if (step === null) return;
-    const rows = data.lines.map(line => [line, valueAt(line, step)]).filter(row => row[1] !== null);
-    view.signal("step", step).data("pointed", rows.map(([line, y]) => ({id: line.id, colour: line.colour, x: step, y}))).runAsync();
-    showTooltip(event, xLabel(step), rows.map(([line, y]) => [line.colour, line.detail || title, unit.value(y)]));
+    const pointed = nearestX(data.lines, x);
+    if (pointed === null) return;
+    const rows = data.lines.map(line => [line, valueAt(line, pointed)]).filter(row => row[1] !== null);
+    view.signal("pointedX", pointed).data("pointed", rows.map(([line, y]) => ({id: line.id, colour: line.colour, x: pointed, y}))).runAsync();
+    showTooltip(event, xLabel(pointed), rows.map(([line, y]) => [line.colour, line.detail || title, unit.value(y)]));
   };
   plot.onpointerleave = () => {
     hideTooltip();
-    if (view) view.signal("step", null).data("pointed", []).runAsync();
+    if (view) view.signal("pointedX", null).data("pointed", []).runAsync();
   };
 
   const visibility = new IntersectionObserver(entries => {
@@ -189,8 +189,9 @@ function widened([low, high], margin) {
   return [low - size, high + size];
 }
 
-// Return the step of any line that is nearest to a position on the x axis, null without points.
-function nearestStep(lines, x) {
+// Return the x of the point, on any line, that is nearest to a position on the x axis; null without
+// points.
+function nearestX(lines, x) {
   let nearest = null;
   for (const line of lines) {
     for (const point of line.points) {
@@ -238,7 +239,7 @@ function lineChartSpec(xAxis) {
     background: null,
     signals: [
       {name: "xs", value: [0, 1]}, {name: "ys", value: [0, 1]}, {name: "format", value: "~g"},
-      {name: "step", value: null}, {name: "focus", value: ""}, {name: "smoothing", value: 1},
+      {name: "pointedX", value: null}, {name: "focus", value: ""}, {name: "smoothing", value: 1},
       {name: "baseline", value: null}, {name: "baselineLabel", value: ""},
       // Frame of the running mean: this row and those before it.
       {name: "frame", update: "[1 - smoothing, 0]"},
@@ -281,8 +282,8 @@ function lineChartSpec(xAxis) {
         x: position("x"), y: position("y"), fill: {field: "colour"}, size: {value: 22}, opacity: opacity(1),
       }}},
       {type: "rule", name: "pointer", interactive: false, encode: {update: {
-        x: {signal: "step === null ? 0 : scale('x', step)"}, y: {value: 0}, y2: {signal: "height"},
-        stroke: {value: "var(--soft)"}, opacity: {signal: "step === null ? 0 : 0.6"},
+        x: {signal: "pointedX === null ? 0 : scale('x', pointedX)"}, y: {value: 0}, y2: {signal: "height"},
+        stroke: {value: "var(--soft)"}, opacity: {signal: "pointedX === null ? 0 : 0.6"},
       }}},
       {type: "symbol", name: "pointed_points", interactive: false, from: {data: "pointed"}, encode: {update: {
         x: position("x"), y: position("y"), fill: {field: "colour"}, stroke: {value: "var(--page)"}, size: {value: 36},
