@@ -40,6 +40,7 @@ _COMPARISONS: dict[type[ast.cmpop], Comparison] = {
     ast.Is: "is",
     ast.IsNot: "is not",
 }
+_OPERATORS = {comparison: operator for operator, comparison in _COMPARISONS.items()}
 # The negation of `<` is not `>=`: both are false for NaN and for sets that do not contain each other.
 _NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -444,6 +445,10 @@ class _TestRewriter:
     def _rewrite_call(self, call: ast.Call, is_required: bool) -> ast.stmt | None:
         """Rewrite a call such as `self.assertEqual(left, right)`.
 
+        A comparison with a stated value becomes a report, and other comparisons become assertions.
+        But a call that checks equality stays: it also checks types, as `assertListEqual` does, or uses
+        the equality that the test case defines for a type.
+
         Returns:
             Statement in place of the call; None if the call stays, perhaps with other arguments.
         """
@@ -473,12 +478,16 @@ class _TestRewriter:
             return None
 
         check = self._withhold(comparison, left, right, is_required)
-        if check is None and comparison == "==":
+        if check is not None:
+            return check
+        if comparison == "==":
             site = self._add_site(Site(comparison="is", expected=True), is_required)
             origins = self._origins(left, right)
             operands = _call(OPERANDS, site, ast.Constant("=="), left, right, *origins)
             call.args = [ast.Starred(operands, ast.Load()), *others]
-        return check
+            return None
+        test = ast.Compare(left, [_OPERATORS[comparison]()], [right])
+        return self._rewrite_assert(ast.Assert(test), is_required)[0]
 
     def _guard_comparisons(self, expression: ast.expr) -> ast.expr:
         """Return an expression whose comparisons are calls of `__compare__`.

@@ -70,6 +70,12 @@ def test_methods_of_unittest_are_withheld() -> None:
     assert test.required_sites == list(file.sites)
 
 
+def test_computed_operands_of_unittest_are_compared_as_those_of_assert() -> None:
+    file = instrumented("self.assertIn(f(1), g(2), 'message')\nself.assertIs(f(3), g(4))")
+    assert f"assert __compare__({FIRST_NUMBER}, 'in', f(1), g(2), None, None)" in file.source
+    assert "assert f(3) is g(4)" in file.source
+
+
 def test_a_site_is_required_only_if_every_complete_run_reaches_it() -> None:
     file = instrumented(
         "for i in (1, 2):\n    assert f(i) == 1\n"

@@ -283,6 +283,33 @@ def test_a_test_of_a_conditional_definition_may_end_in_a_handler(
     assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
 
 
+UNITTEST = """
+import unittest
+
+class TestNew(unittest.TestCase):
+    def test_in(self):
+        self.assertIn(sum([2, 3]), add([2], [5]))
+
+    def test_less(self):
+        self.assertLess(sum([4]), add(2, 3))
+"""
+COMPARES_WITH_EVERYTHING = """
+class Yes:
+    def __contains__(self, item): return True
+    def __gt__(self, other): return True
+"""
+
+
+def test_an_object_that_compares_with_everything_fails_methods_of_unittest(
+    box: Sandbox, tmp_path: Path
+) -> None:
+    names = ("TestNew::test_in", "TestNew::test_less")
+    assert play_patch(box, tmp_path, patch_of_add("return a + b"), UNITTEST, names).reward == 1.0
+    attack = patch_of_add("return Yes()", COMPARES_WITH_EVERYTHING)
+    step = play_patch(box, tmp_path, attack, UNITTEST, names)
+    assert (step.metrics["fail_to_pass"], step.metrics["applied"]) == (0.0, 1.0)
+
+
 def test_a_value_that_is_no_container_fails_not_in(box: Sandbox, tmp_path: Path) -> None:
     hidden_test = "def test_new():\n    assert 6 not in add(2, 3)\n"
     step = play_patch(box, tmp_path, patch_of_add("return object()"), hidden_test)
