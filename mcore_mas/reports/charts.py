@@ -251,7 +251,7 @@ def _draw_curve(
 
     A metric with a value in every step is a thin line, with its running mean as the thick line. A
     metric without a value in some steps, such as a validation's, is a thick line through its values.
-    If it was measured before training, a dotted line at that value crosses the panel.
+    If such a metric was measured before training, a dotted line at that value crosses the panel.
     """
     colour = _COLOURS[run_index % len(_COLOURS)]
     thick_line = values

@@ -10,8 +10,9 @@ from rollout.records.trajectory import Trajectory
 def find_turn_advantages(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvantages:
     """Return the advantages that the training gave the turns of a file.
 
-    If no advantages are recorded, because the step has not assigned credit yet or an older version
-    made the run, they are computed by `compute_turn_credit`.
+    If no advantages are recorded, they are computed by `compute_turn_credit`. This is so if the step
+    has not assigned credit yet, or if an older version made the run. The file of an evaluation has no
+    rewards, so the result is {}.
     """
     advantage_file = advantage_path(file)
     if advantage_file.is_file():
