@@ -17,7 +17,7 @@ from rollout.base.errors import EnvError
 from rollout.base.urls import Url
 from rollout.environments.fenced_programs import last_program
 from rollout.environments.predictions import Target
-from rollout.environments.protocol import AgentMistake, Step, ToolCall
+from rollout.environments.protocol import AgentMistake, Step, ToolCall, after_thought
 from rollout.environments.running import PRINTED_CHARS, Tier, local_sandbox, sandbox_server
 from rollout.environments.table_metrics import TABLE_METRICS
 from rollout.records.trajectory import Task
@@ -54,7 +54,8 @@ class DataScienceEnv:
     `<submit>` in an action, or the step number `max_turns`, ends the trajectory: `submission.csv` is
     read from the folder and scored outside the sandbox. A missing or malformed submission gets the
     reward `malformed`. In an action without `<submit>`, a fenced program runs as a cell: its variables
-    last until `forget`, its files until the end. An action with neither changes nothing.
+    last until `forget`, its files until the end. An action with neither changes nothing. The text up to
+    the last `</think>` of an action is ignored.
 
     Metrics: the score under the name of the task's metric, if a submission was scored; `normalised`
     (0 without a score); `submitted`; `malformed_submission`; `solved`, 1 if the submission was
@@ -130,7 +131,7 @@ class DataScienceEnv:
     async def step(self, action: str) -> Step:
         """Run the action's program, or score the submission."""
         self._steps += 1
-        submit = SUBMIT in action
+        submit = SUBMIT in after_thought(action)
         program = last_program(action)
         call = None
         if program is not None and not submit:

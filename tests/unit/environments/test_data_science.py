@@ -212,6 +212,12 @@ def test_one_agent_can_step_it_too(box: Sandbox) -> None:
     assert steps(box, "<submit>")[0].metrics["submitted"] == 0.0
 
 
+def test_thoughts_about_the_submission_do_not_submit(box: Sandbox) -> None:
+    thought = "<think>First look, then <submit>.</think>"
+    [step] = steps(box, thought + code("print(40 + 2)"))
+    assert (step.observation, step.done) == ("42", False)
+
+
 def test_tasks_with_damaged_files_fail_the_trajectory(box: Sandbox) -> None:
     with pytest.raises(EnvError, match="used before open"):
         asyncio.run(DataScienceEnv(TASK, sandbox=box).files())
