@@ -396,7 +396,8 @@ class Trajectory:
         outcome: the environment's score of the whole trajectory.
         answer: final answer, with equal answers written equally; "": there is none; None: the
             environment does not report it.
-        leaf: node of the branch that was continued to the end; "" without a tree.
+        leaf: node of a tree that the outcome comes from: of the branch that was played to the end,
+            or of the attempt that was chosen; "" if there is none.
         error: reason why the status is not COMPLETED.
     """
 

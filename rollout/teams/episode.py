@@ -37,8 +37,8 @@ class Episode:
     """One play of an orchestra on a task.
 
     The orchestra gets the episode as its environment. The episode passes every call on to the
-    environment, and records rewards, answers, metrics and tool calls. Calls that are awaited have a
-    deadline.
+    environment, and records rewards, answers, metrics and tool calls, but not those of previews.
+    Calls that are awaited have a deadline.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Episode:
         self.session.run_tool = self.run_tool
 
     def _accepted_arguments(self, function: Callable[..., object]) -> dict[str, object]:
-        """Return those of the arguments `env` and `calls` that a function has parameters for."""
+        """Return the arguments `env` (this episode) and `calls`, if the function has parameters for them."""
         arguments = {"env": self, "calls": self.session.calls}
         parameters = inspect.signature(function).parameters
         return {name: value for name, value in arguments.items() if name in parameters}
@@ -126,7 +126,7 @@ class Episode:
     async def run_tool(
         self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int
     ) -> ToolCall:
-        """Make the tool call of a turn within the deadline `tool_s`, and record it."""
+        """Make a tool call of a turn within the deadline `tool_s`, and record it."""
         started_s = time.time()
         with self.session.waits_for(f"tools.{name}"):
             tool_call = await self._timed(f"tools.{name}", call)
@@ -168,7 +168,7 @@ class Episode:
         return step
 
     def _with_plain_values(self, step: Step) -> Step:
-        """Return a step with Python's numbers; raise Defect if a value cannot be recorded."""
+        """Return a step with plain Python numbers; raise Defect if a value cannot be recorded."""
         owner = f"{self._name}.step"
         try:
             reward = real_number(step.reward, f"{owner}: its reward")
@@ -254,7 +254,7 @@ class Episode:
     async def _timed(
         self, call_name: str, call: Callable[..., Awaitable[_T]], *arguments: object
     ) -> _T:
-        """Make a call within the deadline `tool_s`; a Defect or LateTool has the call's name."""
+        """Make a call within the deadline `tool_s`; a Defect or LateTool names the call."""
 
         async def guarded() -> _T:
             with DefectGuard(call_name):
@@ -283,7 +283,7 @@ class Episode:
 
     @property
     def leaf(self) -> str:
-        """The node at which a tree that the orchestra grows has ended; "" without a tree."""
+        """The node that the outcome comes from, in a tree that the orchestra grows; "" if there is none."""
         return self.session.leaf
 
     @property
@@ -303,7 +303,7 @@ class Episode:
 
     @property
     def waiting(self) -> str:
-        """The calls that the orchestra waits for, as a text."""
+        """The calls that the orchestra waits for, as a text; "the orchestra" if it waits for none."""
         calls = [str(wait.awaited) for wait in self.session.innermost_waits]
         return ", ".join(calls) or "the orchestra"
 

@@ -107,7 +107,8 @@ class TeamSession:
         self.replies: dict[int, RecordedReply] = {}  # replies of policies, by the seed of the call
         self.scores: dict[int, dict[str, float]] = {}  # scores by name, by turn
         self.state = ""  # latest state of the environment, "" if it reports none
-        self.leaf = ""  # node at which a tree that the orchestra grows has ended
+        # Node that the outcome comes from, in a tree that the orchestra grows; "" if there is none.
+        self.leaf = ""
         self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
         # Makes a tool call; an episode replaces it by a function that times and records the call.
         self.run_tool: ToolRunner = _call_tool
@@ -120,7 +121,8 @@ class TeamSession:
         self._team = team
         self._seed_path = seed_path
         self._name = "/".join(map(str, seed_path))
-        # By index; without the rounds and the later scores, which `turns` adds.
+        # Turns by index. Their rounds, and the scores that are set after a turn is recorded, are
+        # stored separately; `turns` returns the turns with both.
         self._turns: dict[int, Turn] = {}
         self._rounds: dict[int, int] = {}  # number of the round, by turn
         self._calls_begun = 0  # also the index of the next turn
@@ -154,7 +156,7 @@ class TeamSession:
         return self.last_turn if index is None else self._turns[index]
 
     def turn(self, index: int) -> Turn:
-        """Return the turn of this index as it was recorded; `turns` adds rounds and later scores."""
+        """Return the turn of this index, without its round and scores that were set later (see `turns`)."""
         return self._turns[index]
 
     def token_texts(self, turn: Turn) -> list[str]:
@@ -345,8 +347,8 @@ class TeamSession:
     def credit_step(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Add a step's reward to the score `team` of all turns of the current round.
 
-        Each of the step's metrics becomes the score of its name, in place of an earlier step's. A
-        metric that is called `team` does not become a score.
+        The step's metrics become scores of the same names on these turns, and overwrite earlier
+        scores of these names. A metric named `team` is left out.
         """
         for index in self._round_turns:
             scores = self.scores[index]
