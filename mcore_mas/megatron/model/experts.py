@@ -41,7 +41,7 @@ _WARPS = 8
 
 @torch.library.custom_op("mcore_mas::add_grouped", mutates_args={"total"})
 def add_grouped(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """Add the product leftᵀ right of each expert's rows to `total`, in float32.
+    """Add the product leftᵀ right of each expert's rows to that expert's `total`, in float32.
 
     Args:
         total: [E, left columns, right columns] float32, changed in place.
@@ -53,10 +53,12 @@ def add_grouped(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Non
 
     experts, left_columns, right_columns = total.shape
     grid = (-(-right_columns // _TILE_SIZE), -(-left_columns // _TILE_SIZE), experts)
-    # Half as many rows in float32 take the same amount of shared memory.
-    rows = 2 * _ROWS_PER_ITERATION // left.element_size()
+    # Half as many rows of float32 take the same shared memory as rows of bfloat16, of 2-byte elements.
+    rows_per_iteration = 2 * _ROWS_PER_ITERATION // left.element_size()
     sizes = (left_columns, right_columns)
-    add_grouped_kernel[grid](total, left, right, ends, sizes, _TILE_SIZE, rows, num_warps=_WARPS)
+    add_grouped_kernel[grid](
+        total, left, right, ends, sizes, _TILE_SIZE, rows_per_iteration, num_warps=_WARPS
+    )
 
 
 add_grouped.register_fake(lambda *_: None)
@@ -67,8 +69,8 @@ class _MoveRows(torch.autograd.Function):
 
     `apply(x, to_rows, token_of_row, rows_of_token)`: if `to_rows`, x is [T, h], and row r of the
     result [R, h] is the token `token_of_row[r]` of x. Otherwise x is [R, h], and token t of the result
-    [T, h] is the sum of the rows `rows_of_token[t]` of x, of which there are k. Each direction is
-    the gradient of the other.
+    [T, h] is the sum of the k rows `rows_of_token[t]` of x. Each direction is the gradient of the
+    other.
     """
 
     @staticmethod
@@ -156,7 +158,9 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> Tensor | None:
         """Copy to the host how many rows the ranks send each other.
 
-        A single rank copies nothing. `tokens_per_expert` stays on the device and is returned as it is.
+        Megatron starts the copy at one `point` of the dispatch, and waits for it at the same or a later
+        one. A single rank copies nothing. `tokens_per_expert` stays on the device and is returned as
+        it is.
         """
         if self.tp_size * self.ep_size > 1:
             super()._maybe_dtoh_and_synchronize(point)

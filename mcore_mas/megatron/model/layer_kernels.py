@@ -220,7 +220,7 @@ def _store_halves(x, offset, first, second, mask, half: tl.constexpr):
 
 @triton.jit
 def _head_norm_weights(weights, is_query, column, in_head, half: tl.constexpr):
-    """Return both halves of the weight of each head's norm, which is that of queries or of keys."""
+    """Return both halves of each head's norm weight: the queries' if `is_query`, else the keys'."""
     query_weight, key_weight = weights
     query_first, query_second = _load_halves(query_weight, column, in_head, half)
     key_first, key_second = _load_halves(key_weight, column, in_head, half)

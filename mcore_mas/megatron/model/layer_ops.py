@@ -263,7 +263,8 @@ def _swiglu_grid(out: Tensor) -> tuple[int, int]:
 def _swiglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None]:
     gate_and_up, scale = ctx.saved_tensors
     grad_gate_and_up, scale_parts = _swiglu_gradient(gate_and_up, scale, grad_out.contiguous())
-    return grad_gate_and_up, None if scale is None else scale_parts.sum(-1).to(scale.dtype)
+    grad_scale = None if scale is None else scale_parts.sum(-1).to(scale.dtype)
+    return grad_gate_and_up, grad_scale
 
 
 write_swiglu.register_fake(lambda *_: None)

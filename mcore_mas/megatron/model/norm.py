@@ -120,8 +120,7 @@ class ResidualAddition:
     def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, _: float) -> Tensor:
         """Return the sum of the residual and the output of the attention or MLP.
 
-        If `frees_output` of the norm before the attention or MLP is set, that norm's output, which has
-        been read, is freed until the backward pass.
+        Also free the output of the previous norm until the backward pass, if its `frees_output` is set.
         """
         output, _bias = output_and_bias
         self._previous.free_output_until_backward_of(output)

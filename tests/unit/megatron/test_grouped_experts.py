@@ -39,7 +39,8 @@ def test_grouped_products_by_hand() -> None:
 @interpreted
 def test_grouped_products_are_those_of_each_expert() -> None:
     draw = torch.Generator().manual_seed(0)
-    counts = [0, 70, 1, 0, 128, 3]  # tiles have 128 rows and columns, and add 64 tokens at a time
+    # A tile has 128 rows and columns, and adds 32 rows of float32 at a time.
+    counts = [0, 70, 1, 0, 128, 3]
     left = torch.randn(sum(counts), 136, generator=draw)
     right = torch.randn(sum(counts), 200, generator=draw)
     total = torch.randn(len(counts), 136, 200, generator=draw)
