@@ -396,7 +396,7 @@ def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> No
     key = f"policies.{student}.teacher"
     remote = config.policies[teacher].remote
     engine = for_policy(config, teacher).engine
-    length = for_policy(config, student).engine.max_length
+    student_length = for_policy(config, student).engine.max_length
     if remote is not None:
         if remote.provider != "openai" or remote.url is None:
             raise ValueError(
@@ -406,21 +406,24 @@ def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> No
             )
         if remote.budget.model_fields_set:
             raise ValueError(
-                f"{key}: policies.{teacher}.remote.budget: scores are not counted; leave it out"
+                f"{key}: policies.{teacher}.remote.budget: a teacher's scores are not counted against a budget; leave "
+                "it out"
             )
-    elif engine.max_length < length:
+    elif engine.max_length < student_length:
         raise ValueError(
-            f"{key}: the engine of '{teacher}' takes {engine.max_length} tokens, and that of '{student}' {length}; "
-            f"set policies.{teacher}.overrides.engine.max_length: {length}"
+            f"{key}: the engine of '{teacher}' takes {engine.max_length} tokens, and that of '{student}' "
+            f"{student_length}; set policies.{teacher}.overrides.engine.max_length: {student_length}"
         )
     if remote is None and engine.name == "embedded":
         return  # it scores at any temperature
     for name in config.trained_agents(student):
         temperature = config.agents[name].temperature
         if temperature != 1:
+            fix = f"set agents.{name}.temperature: 1"
+            if remote is None:
+                fix += f", or give '{teacher}' the engine embedded"
             raise ValueError(
-                f"{key}: servers score at temperature 1, and agent '{name}' samples at {temperature:g}; set "
-                f"agents.{name}.temperature: 1, or give '{teacher}' the engine embedded"
+                f"{key}: servers score at temperature 1, and agent '{name}' samples at {temperature:g}; {fix}"
             )
 
 

@@ -85,7 +85,7 @@ def test_a_policy_that_learns_from_its_teacher_alone_needs_no_groups() -> None:
         ),
         (
             [REMOTE, TEACHER, "+policies.teacher.remote.budget.calls=9"],
-            "remote.budget: scores are not counted",
+            "remote.budget: a teacher's scores are not counted against a budget; leave it out",
         ),
     ],
 )
@@ -96,3 +96,22 @@ def test_teachers_that_cannot_score_are_refused_in_one_line(
         compose(*settings)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "ending"),
+    [
+        (REMOTE, "set agents.solver.temperature: 1"),  # a remote model has no engine to change
+        (
+            "+policies.teacher={model: big, overrides: {engine: {name: sglang, python: python}}}",
+            "set agents.solver.temperature: 1, or give 'teacher' the engine embedded",
+        ),
+    ],
+    ids=["remote", "sglang"],
+)
+def test_the_embedded_engine_is_advised_only_to_teachers_with_an_engine(
+    teacher: str, ending: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(teacher, TEACHER, "+agents.solver.temperature=0.7")
+    assert str(error.value).endswith(ending)
