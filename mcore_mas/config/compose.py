@@ -181,7 +181,9 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int
     except yaml.YAMLError as error:  # its message names the file
         raise ConfigError(f"not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException):
-        raise  # `resolve` words these errors, of which some are an OSError or a ValueError too
+        # `resolve` converts these errors to a ConfigError. Some are subclasses of OSError or ValueError, so the clause
+        # below must not catch them.
+        raise
     except (OSError, ValueError, RecursionError) as error:
         # The chosen files are mappings (see `_check_choices`); config.yaml, and a file that another one includes by
         # its `defaults`, may be something else.

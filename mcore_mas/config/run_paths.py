@@ -16,8 +16,8 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     The paths are relative to the project: the directory from which the run was started. Nothing
     changes if that is the working directory. Otherwise every path to a file of the run is replaced by
     the path where the run's folder lies now. If the run is still in its project, the paths of the
-    project's other files become absolute if they contain a slash (a text without one may be a name),
-    and the project is added to sys.path for the modules of the user's team.
+    project's other files and SQLite databases become absolute (see `_relocate_text`), and the project
+    is added to sys.path for the modules of the user's team.
 
     Args:
         values: values that were read from the file.
@@ -35,19 +35,37 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         sys.path.append(str(project))
 
     def relocate(text: str) -> str:
-        prefix = _SQLITE if text.startswith(_SQLITE) else ""
-        path = Path(text.removeprefix(prefix))
-        if path == written_folder or written_folder in path.parents:
-            return prefix + str(folder / path.relative_to(written_folder))
-        if project is None:
-            return text
-        if prefix:
-            return prefix + str(project / path)
-        is_in_project = "/" in text and not _exists(path) and _exists(project / path)
-        return str(project / path) if is_in_project else text
+        return _relocate_text(text, folder=folder, written_folder=written_folder, project=project)
 
     relocated = _map_texts(values, relocate)
     return {**relocated, "results": str(folder.parent), "run": folder.name}
+
+
+def _relocate_text(text: str, *, folder: Path, written_folder: Path, project: Path | None) -> str:
+    """Return a text of the config, with its path made valid from the working directory if it is a path.
+
+    Args:
+        text: a path, the URL of a SQLite database, or any other text, such as a name or a prompt.
+        folder: present folder of the run.
+        written_folder: the run's folder as its config names it.
+        project: the run's project, or None if the run was moved out of it.
+    """
+    is_sqlite_url = text.startswith(_SQLITE)
+    prefix = _SQLITE if is_sqlite_url else ""
+    path = Path(text.removeprefix(_SQLITE))
+    if path.is_relative_to(written_folder):
+        return prefix + str(folder / path.relative_to(written_folder))
+
+    if project is None:
+        return text
+    if is_sqlite_url:  # always a path, even if the database does not exist yet
+        return prefix + str(project / path)
+
+    # Any other text counts as a path of the project only if it has a slash (a text without one may be a name), and
+    # names a file there that is not found from the working directory.
+    if "/" not in text or _exists(path) or not _exists(project / path):
+        return text
+    return str(project / path)
 
 
 def _written_folder(values: Mapping[str, Any]) -> Path | None:

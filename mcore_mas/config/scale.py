@@ -71,7 +71,7 @@ def _rule(scale: str) -> dict[str, Any]:
 
 
 def _limited(value: Any, limits: Mapping[str, int]) -> Any:
-    """Return a part of a section in which each number is lowered to the limit of its key, at every depth."""
+    """Return a part of a section in which no integer is above the limit of its key, at any depth."""
     if isinstance(value, list | tuple):
         return [_limited(item, limits) for item in value]
     if not isinstance(value, Mapping):
@@ -116,7 +116,10 @@ def _scaled_data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
 
 
 def _scaled_files(files: Any, default_format: str | None, results: Path) -> Any:
-    """Return the files of a split with paths in the results folder, and with a low limit of tasks each."""
+    """Return the files of a split with paths below the results folder, where the pipeline generates tiny files.
+
+    Each file is also given a low limit of tasks.
+    """
     if isinstance(files, list | tuple):
         return [_scaled_files(file, default_format, results) for file in files]
     file = files if isinstance(files, Mapping) else {"path": files}
