@@ -60,8 +60,8 @@ ENVS: dict[str, Callable[..., Env]] = {
     **{name: zero_sum_env(game) for name, game in ZERO_SUM_GAMES.items()},
 }
 
-# Keyword arguments of environments that a run passes itself. Environments in workers have their own sandbox,
-# and no retriever.
+# Keyword arguments of environments that are no options of a config. A run passes `retriever`, and tests pass
+# `sandbox`, to share one. Environments in workers get neither.
 SUPPLIED = frozenset({"retriever", "sandbox"})
 
 # Tools of agents by name: called as (**options) for each trajectory, some also with `env` or `calls`

@@ -23,6 +23,7 @@ async def python_tools(
     cores: PositiveInt = 1,
     disk_mb: PositiveInt = 64,
     tier: Tier = "auto",
+    # In place of this process's sandbox, such as one that tests share.
     sandbox: Sandbox | None = None,
 ) -> AsyncIterator[list[Tool]]:
     """Yield a tool that runs Python in one session, and tools for the files of its folder.

@@ -47,7 +47,8 @@ class Tool:
 
 
 # Opens tools for one trajectory. Its parameters `env` and `calls`, if it has them, get the
-# trajectory's environment and its `CallRecord`; the others are options of the config.
+# trajectory's environment and its `CallRecord`, and tests may pass `sandbox`; the others are options of
+# the config.
 ToolMaker = Callable[..., AbstractAsyncContextManager[list[Tool]]]
 
 

@@ -56,6 +56,7 @@ class LegacyEnvironment:
         """
         types = importlib.import_module("verifiers.types")
         client = types.ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=0)
+        # The gateway maps the model `agent` to the agent that the option `models` names, else to that of this name.
         output = await self.env.run_rollout(row, client, "agent", {})
         if output["error"] is not None:
             raise RuntimeError(f"the rollout failed: {output['error']}")
