@@ -199,8 +199,8 @@ class RepositoryEnv(SandboxedEnv):
 
         rates = {kind: _pass_rate(names, passed) for kind, names in answers.names_by_kind.items()}
         solved = all(rate == 1 for rate in rates.values())
-        # The tests run without a repair only when a patch has solved the task: a reward of 0 needs no
-        # evidence that they fail then.
+        # A run without the repair takes as long as one with it, so a task is not checked before a
+        # patch has solved it.
         if solved and answers.test_patch:
             await self._require_failing_tests(answers)
         done = solved or self._turns == self.max_turns
