@@ -193,12 +193,15 @@ class PlanPath(_GridGame[Walk]):
     def measure(self, state: Walk) -> Mapping[str, float]:
         """Return `progress` and `optimal`.
 
-        `progress` is the share of the shortest path that the walker has covered. `optimal` is 1 if
-        the puzzle is solved in the fewest moves.
+        `progress` is 1 - (fewest moves from here to the goal) / (fewest moves from the start), or 0
+        if the walker is farther from the goal than at the start. `optimal` is 1 if the puzzle is
+        solved in the fewest moves.
         """
-        remaining = len(shortest_path(state.free, state.position, state.goal_cell) or ())
+        path = shortest_path(state.free, state.position, state.goal_cell)
+        assert path is not None, "read() accepts only grids in which the goal can be reached"
+        progress = max(0.0, 1 - len(path) / state.fewest_moves)
         optimal = self.solved(state) and state.moves == state.fewest_moves
-        return {"progress": max(0.0, 1 - remaining / state.fewest_moves), "optimal": float(optimal)}
+        return {"progress": progress, "optimal": float(optimal)}
 
     def solve(self, state: Walk) -> str | None:
         path = shortest_path(state.free, state.position, state.goal_cell)
