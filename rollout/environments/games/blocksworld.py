@@ -40,7 +40,7 @@ class Blocksworld(Game[BlocksTable]):
     """Rules of Blocksworld with the rewards of Stronger-MAS's released code.
 
     Args:
-        solved_reward: reward of moves that reach the goal; other moves have the reward 0.
+        solved_reward: reward of a list of moves that reaches the goal; other lists have the reward 0.
         fail: reward that is added if the game ends without a solution.
         malformed: reward of a text that is not a list of moves.
     """
@@ -85,8 +85,8 @@ class Blocksworld(Game[BlocksTable]):
     def measure(self, state: BlocksTable) -> Mapping[str, float]:
         """Return `progress` and `optimal`.
 
-        Progress is the share of the blocks that stand as in the goal, with all blocks below them.
-        Optimal is 1 if the puzzle is solved in the fewest moves.
+        `progress` is the share of the blocks that stand as in the goal, with all blocks below them.
+        `optimal` is 1 if the puzzle is solved in the fewest moves.
         """
         parts = _bottom_parts(state.now)
         goal_parts = set(_bottom_parts(state.goal))
