@@ -349,6 +349,6 @@ class SudokuSource(PuzzleSource):
 
 
 def _canonical(cells: Cells) -> str:
-    """Return the cells with their digits renamed in the order in which they first appear."""
-    names: dict[int, int] = {0: 0}
-    return "".join(str(names.setdefault(digit, len(names))) for digit in cells)
+    """Return the cells as a text, their digits renamed 1, 2, ... in the order of first appearance."""
+    renamed: dict[int, int] = {0: 0}  # an empty cell stays 0
+    return "".join(str(renamed.setdefault(digit, len(renamed))) for digit in cells)
