@@ -111,7 +111,8 @@ def apply_penalties(
     """Run the allocator, then add the sum of the penalties to the reward of each turn.
 
     If a penalty is None, the turn is masked and does not train. Its reward, with the other penalties,
-    still counts in the mean of the turns that it is compared with, because DAPO masks only the loss.
+    still enters the statistics of its comparison group, such as the mean reward, because DAPO masks
+    only the loss.
     A turn whose sum is not 0 gets the sum as the score `penalty`. Turns that the allocator has masked
     stay as they are.
 

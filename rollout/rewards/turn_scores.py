@@ -169,8 +169,8 @@ HISTORY_SELECTORS: dict[History, Callable[[Sequence[Turn], int], list[int]]] = {
     "before": _all_earlier_turns,
     "proposers": _turns_of_proposers,
 }
-# Histories for which "last score" is the agent's last score, not the trajectory's.
-_HISTORIES_WITH_LAST_SCORE_BY_AGENT = ("own", "rounds")
+# Histories for which R_final is the score of the agent's final turn, not of the trajectory's.
+_HISTORIES_WITH_FINAL_SCORE_BY_AGENT = ("own", "rounds")
 
 
 def shaping(
@@ -182,11 +182,11 @@ def shaping(
     alpha: float = 0.5,
     beta: float = 0.0,
 ) -> Group:
-    """Reward every turn with its score R, shaped by the mean Q of earlier scores and by the last score.
+    """Reward every turn with its score R, shaped by the mean Q of earlier scores and the final score R_final.
 
-    The reward is R + alpha formula(R, Q) + beta R_last. Without earlier scores the formula adds
+    The reward is R + alpha formula(R, Q) + beta R_final. Without earlier scores the formula adds
     nothing. A turn whose score is undecided is masked and does not enter Q. With beta, a turn is also
-    masked if R_last is undecided.
+    masked if R_final is undecided.
 
     Args:
         measure: name of the turns' score that is R: "local" or one of the environment's metrics.
@@ -196,29 +196,29 @@ def shaping(
             all earlier turns. `proposers`: for the last turn, all turns of other agents; for others,
             none. Q averages the measured scores, not the shaped ones.
         alpha: weight of the formula.
-        beta: weight of R_last (0.5 in MARTI's `*_with_outcome`): the last score of the agent for
-            `own` and `rounds`, that of the trajectory for `before` and `proposers`.
+        beta: weight of R_final (0.5 in MARTI's `*_with_outcome`): the score of the agent's final turn
+            for `own` and `rounds`, of the trajectory's final turn for `before` and `proposers`.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         turns = allocation.require_no_tree(trajectory).turns
         scores = [allocation.local_score(trajectory, turn, measure) for turn in turns]
-        last_by_agent = {turn.agent: score for turn, score in zip(turns, scores, strict=True)}
+        final_by_agent = {turn.agent: score for turn, score in zip(turns, scores, strict=True)}
         result: list[float | None] = []
         for i, (turn, score) in enumerate(zip(turns, scores, strict=True)):
-            last_score: float | None = 0.0  # any number will do if beta, its weight, is 0
-            if beta and history in _HISTORIES_WITH_LAST_SCORE_BY_AGENT:
-                last_score = last_by_agent[turn.agent]
+            final_score: float | None = 0.0  # any number will do if beta, its weight, is 0
+            if beta and history in _HISTORIES_WITH_FINAL_SCORE_BY_AGENT:
+                final_score = final_by_agent[turn.agent]
             elif beta:
-                last_score = scores[-1]
-            if score is None or last_score is None:
+                final_score = scores[-1]
+            if score is None or final_score is None:
                 result.append(None)
                 continue
             history_scores = [scores[j] for j in HISTORY_SELECTORS[history](turns, i)]
             decided = [value for value in history_scores if value is not None]
-            # r = R + alpha Delta(R, Q) + beta R_last
+            # r = R + alpha Delta(R, Q) + beta R_final
             delta = SHAPING_FORMULAS[formula](score, fmean(decided)) if decided else 0.0
-            result.append(score + alpha * delta + beta * last_score)
+            result.append(score + alpha * delta + beta * final_score)
         return result
 
     return allocate(group, rewards)
