@@ -85,7 +85,7 @@ class AdapterServers(SGLangEngine):
                 continue
             finally:
                 slot.open_requests[name] -= 1
-                self._unload_old_versions(slot)
+                self._unload_unused_versions(slot)
             span = VersionSpan(version=version, start=0, end=len(completion.token_ids))
             return replace(completion, versions=(span,))
 
@@ -109,14 +109,15 @@ class AdapterServers(SGLangEngine):
 
         Raises:
             EngineError: a server refuses the version, or the last server is gone for good. The
-                version before stays.
+                previous version stays in use.
         """
         slot = self._slots[number]
         name = f"{number}-v{update.version}-{uuid.uuid4().hex[:8]}"
         slot.open_requests[name] += 1  # requests that end meanwhile must not unload the version
         starts: int | None = None
         try:
-            # Servers that were started again meanwhile get the version once more.
+            # A server that starts again loads only the previous version. Send the new one to all servers
+            # again in this case; those that have loaded it already leave it as it is.
             while starts != self.starts:
                 starts = self.starts
                 for replica in list(self.fleet.replicas):
@@ -127,18 +128,23 @@ class AdapterServers(SGLangEngine):
             slot.version = update.version
         finally:
             slot.open_requests[name] -= 1
-            self._unload_old_versions(slot)
+            self._unload_unused_versions(slot)
         return 0.0
 
-    def _unload_old_versions(self, slot: _AdapterSlot) -> None:
-        """Have every server unload older versions that have no open request."""
-        unused = [name for name, count in slot.open_requests.items() if not count]
+    def _unload_unused_versions(self, slot: _AdapterSlot) -> None:
+        """Have every server unload the versions without open requests, except the present version.
+
+        These may include a new version that one server has refused, and others have loaded.
+        """
+        unused = [
+            name
+            for name, open_requests in slot.open_requests.items()
+            if open_requests == 0 and name != slot.name
+        ]
         for name in unused:
-            if name == slot.name:
-                continue
             del slot.open_requests[name]
             if name is None:
-                continue
+                continue  # the bare model stays loaded
             for replica in self.fleet.replicas:
                 self.send_in_background(replica, "/unload_lora_adapter", {"lora_name": name})
 

@@ -35,9 +35,10 @@ def _argument_kinds() -> dict[str, str]:
 def _refusal_reasons() -> dict[str, str]:
     """Return the reason why an argument cannot be set, for each such argument."""
     reasons: dict[str, str] = {}
-    for key, names in _read_arguments().items():
-        if key not in _TYPES and key != _UNCHECKED:
-            reasons |= dict.fromkeys(names.split(), key)
+    for kind_or_reason, names in _read_arguments().items():
+        is_kind = kind_or_reason in _TYPES or kind_or_reason == _UNCHECKED
+        if not is_kind:
+            reasons |= dict.fromkeys(names.split(), kind_or_reason)
     return reasons
 
 

@@ -378,9 +378,10 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
     return numbers.astype(f"<u{experts.index_bytes}").tobytes()
 
 
-def _parse_version(text: Any, default: int) -> int:
-    """Return the version of weights that `text` names; `default` if it names none.
+def _parse_version(weight_version: Any, initial_version: int) -> int:
+    """Return the number in a server's `weight_version`, or `initial_version` if it is not a number.
 
-    A server that was not updated calls its version "default".
+    The `weight_version` of a server that was never updated is the word "default".
     """
-    return int(text) if str(text).lstrip("-").isdecimal() else default
+    is_number = str(weight_version).lstrip("-").isdecimal()
+    return int(weight_version) if is_number else initial_version

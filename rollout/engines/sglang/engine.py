@@ -44,7 +44,8 @@ class _OpenUpdate:
 
     Attributes:
         began: time.perf_counter() at which the servers were paused.
-        starts: `SGLangEngine.starts` at that time.
+        starts: number of starts of the servers at that time (`SGLangEngine.starts`). It has grown at
+            the commit if a server started again or left meanwhile.
     """
 
     began: float

@@ -348,7 +348,8 @@ class LostWeights:
         """Wait until the weights have been sent again.
 
         Raises:
-            EngineError: no trainer waits to send them, or they were not sent: the error of `settle`.
+            EngineError: no trainer has called `wait_until_needed` yet, so none will send them; or they
+                were not sent, with the error that was given to `settle`.
         """
         if self._needed is None:
             raise EngineError(
