@@ -236,9 +236,10 @@ def _parallel_settings(spec: TrainerSpec) -> dict[str, Any]:
         "context_parallel_size": spec.cp,
         "cp_comm_type": "a2a",
         "batch_p2p_comm": False,
-        # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`). Megatron's
-        # default dispatcher, "allgather", is refused with variable lengths, even for dense models.
+        # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`).
         "variable_seq_lengths": spec.vpp == 1,
+        # Megatron refuses its default dispatcher, "allgather", with variable lengths, even for dense
+        # models.
         "moe_token_dispatcher_type": "flex" if uses_deep_ep else "alltoall",
     }
 

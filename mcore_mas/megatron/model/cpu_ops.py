@@ -1,8 +1,8 @@
 """Operators between the matrix products of layers on a CPU: norm, SwiGLU, rotation, exponentials.
 
 Forward and backward passes are written out in torch's operations, and pass over memory less often
-than autograd would. Norms and rotations of bfloat16 tensors are computed in float32. Norms and the
-gradients of both are rounded once, at the end; rotated queries and keys stay in float32.
+than autograd would. Norms and rotations of bfloat16 tensors, and their gradients, are computed in
+float32 and rounded once, at the end. Only rotated queries and keys stay in float32.
 """
 
 from typing import Any

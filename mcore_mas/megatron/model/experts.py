@@ -186,7 +186,7 @@ class GroupedExperts(torch.nn.Module):
 
         Args:
             rows: [R, h], sorted by expert.
-            counts: [E] rows of each expert.
+            counts: [E] number of rows of each expert.
             weights: [R] factor of each row's output.
 
         Returns:

@@ -178,7 +178,11 @@ class KernelSumAndNorm(torch.autograd.Function):
 
 
 def _add_to_main_grad(weight: Tensor, main_grad: Tensor | None, gradient: Tensor) -> Tensor:
-    """Add a float32 gradient to Megatron's buffer, if there is one; return the gradient for autograd."""
+    """Add a float32 gradient to Megatron's buffer; return the tensor that autograd gets as the gradient.
+
+    This tensor is the gradient if there is no buffer. Otherwise it is an uninitialised placeholder, see
+    `mark_grad_as_added`.
+    """
     if main_grad is None:
         return gradient.to(weight.dtype)
     main_grad.add_(gradient)

@@ -144,8 +144,8 @@ class BlockPlan:
     The plan is made on the host, once for all layers. The queries that attend to a key are one
     range, from the key's token to the end of the subtree of its segment. The queries that attend to
     any key of a block are one range as well: the kernel of the gradients of keys and values goes
-    through this range. The two other kernels go through the blocks of keys that a block of queries
-    attends to. These are scattered, so they are listed.
+    through this range. The forward kernel and the kernel of the queries' gradient go through the
+    blocks of keys that a block of queries attends to. These are scattered, so they are listed.
 
     Attributes:
         sizes: sizes of the tiles.
@@ -155,7 +155,7 @@ class BlockPlan:
         key_block_offsets: [blocks of queries + 1] int32, first index into `key_blocks` of each
             block of queries, and last the number of pairs.
         first_masked: [blocks of queries] int32, first index into `key_blocks` of a block that needs
-            the mask.
+            the mask; the next offset if none does.
         smallest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the smallest of `ends` in each; 0 in
             a last block that is not full.
         largest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the largest of `ends` in each.
@@ -171,18 +171,20 @@ class BlockPlan:
 
     @classmethod
     def of(cls, lengths: Sequence[int], ends: Sequence[int], sizes: TileSizes) -> BlockPlan:
-        """Plan the attention over segments in depth-first order.
+        """Plan the attention over segments, which are in depth-first order.
 
         Args:
-            lengths: tokens of each segment.
+            lengths: number of tokens of each segment.
             ends: first token after the subtree of each segment.
             sizes: sizes of the tiles.
         """
         token_ends = np.repeat(np.asarray(ends, dtype=np.int32), lengths)
         smallest_end, largest_end = _extreme_ends(token_ends, sizes.keys)
 
-        # A row of these matrices is a block of queries, a column a block of keys.
+        # A query tile has `group` rows for each token.
         tokens_per_block = sizes.rows // sizes.group
+
+        # A row of these matrices is a block of queries, a column a block of keys.
         first_query = np.arange(0, len(token_ends), tokens_per_block)[:, None]
         stop_query = np.minimum(first_query + tokens_per_block, len(token_ends))
         first_key = sizes.keys * np.arange(len(smallest_end))

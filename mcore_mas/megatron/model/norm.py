@@ -19,6 +19,9 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm.
 
     The weight is marked, so that under sequence parallelism Megatron sums its gradient over the ranks.
+
+    Attributes:
+        exact: True if norms on a CPU have the bits of the embedded engine's exact mode.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class RMSNorm(torch.nn.Module):
         elif x.device.type == "cpu" and not self.exact:
             out = CPUNorm.apply(x, self.weight, self.eps)
         else:
-            # The exact mode needs the bits of the embedded engine, which calls this function, too.
+            # The embedded engine's exact mode calls F.rms_norm, too.
             out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return out
 
