@@ -26,13 +26,13 @@ _BRACE_ADVICE = "write a brace that is text as {{ or }}"
 
 
 def template_slots(agent: str, template: str) -> list[str]:
-    """Return the slots of an agent's user template.
+    """Return the slots of an agent's user template, including those in format specifications.
 
     Raises:
         ValueError: the text is not a template, or a slot has no name.
     """
     try:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        fields = _field_names(template)
     except ValueError as error:
         raise ValueError(f"agent '{agent}': its user template: {error}; {_BRACE_ADVICE}") from None
     # `str.format` also takes attributes and items of a slot: {task.id}, {task[id]}.
@@ -42,6 +42,15 @@ def template_slots(agent: str, template: str) -> list[str]:
             f"agent '{agent}': its user template has a slot without a name; {_BRACE_ADVICE}"
         )
     return slots
+
+
+def _field_names(template: str) -> list[str]:
+    """Return the names of a template's fields; those of `{number:{width}}` are `number` and `width`."""
+    names = []
+    for _, name, format_spec, _ in Formatter().parse(template):
+        if name is not None:
+            names += [name, *_field_names(format_spec or "")]
+    return names
 
 
 @lru_cache(maxsize=256)
@@ -150,7 +159,7 @@ def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
 
 
 def _innermost_function(orchestra: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of an orchestra that is decorated, or a `functools.partial`."""
+    """Return the function that an orchestra's decorators or its `functools.partial` wrap."""
     function: Callable[..., Any] = inspect.unwrap(getattr(orchestra, "func", orchestra))
     return function
 
@@ -164,10 +173,10 @@ def _keyword_names(calls: Sequence[ast.Call]) -> set[str | None]:
 
 
 def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:
-    """Return True if a function's code comes from a file, or if it has no code, as a class.
+    """Return True if a function was compiled from a file, or has no `__code__` (a class has none).
 
-    A function that `exec` has defined belongs to the module that called `exec`, but its source is
-    not in the file of this module.
+    A function that `exec` has defined has the module that called `exec` as its module, but its source
+    is not in that module's file.
     """
     code = getattr(function, "__code__", None)
     return code is None or Path(code.co_filename).resolve() == Path(file).resolve()

@@ -33,6 +33,7 @@ def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
     # The slots of the editor are in a variable, which imported modules might have changed.
     assert filled_slots(relay, "editor") is None
     assert template_slots("a", "{problem} {draft.text} {{no}}") == ["problem", "draft"]
+    assert template_slots("a", "{number:{width}}") == ["number", "width"]
     with pytest.raises(ValueError, match="a slot without a name"):
         template_slots("a", "{}")
 
