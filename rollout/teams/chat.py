@@ -103,10 +103,10 @@ class Chat:
         return await self.say(self._agent.role.user.format(**slots))
 
     async def tool(self, call_id: str, result: str) -> AgentReply | None:
-        """Give the result of a tool call.
+        """Add the result of a tool call of the latest reply; once all have results, continue the chat.
 
         Returns:
-            The agent's reply once all results of its turn are there, and until then None.
+            The agent's next reply, or None while other calls of the latest reply have no result.
 
         Raises:
             KeyError: no call of this id waits for a result.
@@ -197,26 +197,23 @@ class Chat:
         return self.latest
 
     def fold(self, summary: str) -> None:
-        """Replace the conversation by a summary.
+        """Replace the messages up to the latest reply by a summary.
 
         The system prompt stays. The question, the summary and the messages since the latest reply
-        are joined to one message of the user.
+        are joined to one user message. Before the first reply, the question follows the summary.
         """
-        old_count = 0  # number of messages up to the latest reply
+        summarised_count = 0  # number of messages up to the latest reply
         for number, message in enumerate(self.messages, start=1):
             if message.role == "assistant":
-                old_count = number
+                summarised_count = number
 
-        # The first two messages are the system prompt, if there is one, and the question.
-        system = []
-        parts = []
-        for index, message in enumerate(self.messages[:2]):
-            if message.role == "system":
-                system.append(message)
-            elif message.role == "user" and index < old_count:
-                parts.append(message.content)
+        system = [message for message in self.messages[:2] if message.role == "system"]
+        summarised = self.messages[:summarised_count]
+        new_messages = self.messages[max(summarised_count, len(system)) :]
+
+        # The question is the first message, or the second one if there is a system prompt.
+        parts = [message.content for message in summarised[:2] if message.role == "user"]
         parts.append(f"What has happened since:\n{summary}")
-        new_messages = self.messages[max(old_count, len(system)) :]
         parts += [message.content for message in new_messages]
         self.messages = [*system, Message(role="user", content="\n\n".join(parts))]
 
@@ -225,7 +222,11 @@ class Chat:
         self._open_calls = tuple(other for other in self._open_calls if other.id != call.id)
 
     async def _reply(self) -> AgentReply:
-        """Return the agent's reply to the messages so far; the latest one if the chat is full."""
+        """Return the agent's reply to the messages so far, or its latest reply if the chat is full.
+
+        Raises:
+            RuntimeError: another task waits for a reply of this chat.
+        """
         if self.full and self.latest is not None:
             return self.latest
         if self._replying:

@@ -80,7 +80,7 @@ class Collector:
     policies_of: Callable[[str], Mapping[str, str]] | None = None
 
     async def collect(self, tasks: Sequence[Task], group_size: int) -> list[Group]:
-        """Play each task `group_size` times, and `surplus` times more, all at once.
+        """Play each task `group_size` times, and `options.surplus` times more, all at once.
 
         With a surplus, once `group_size` trajectories of a task are completed, those of its
         trajectories that still run are given up.
@@ -109,7 +109,8 @@ class Collector:
 
         The trajectory has status FAILED if its engine, environment or orchestra fails, LATE if a call
         or the whole trajectory misses its deadline, and ABORTED if the batch's deadline passes or the
-        group is full before it ends. One that fails by a `Defect` is quarantined.
+        group is full before it ends. One that fails by a `Defect` is written to the folder
+        `options.quarantine`, if there is one.
 
         Args:
             task: task to play.
@@ -158,7 +159,7 @@ class Collector:
                 replies=play.replies,
                 error=ending.defect,
             )
-        # A trajectory that failed is played again after a restart, since it may succeed then.
+        # A trajectory that was not completed is played again after a restart, since it may succeed then.
         if options.log and trajectory.status is Status.COMPLETED:
             options.log.add_trajectory(logged_name, trajectory)
         return trajectory

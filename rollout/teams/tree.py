@@ -323,15 +323,19 @@ class Branch:
         return [call_key(call) for call, _ in self._session.open.values()]
 
     async def run_to_calls(self) -> None:
-        """Run the orchestra until it has ended, or waits for open calls and nothing else."""
+        """Run the orchestra until it has ended, or waits for open calls and nothing else.
+
+        If the orchestra's task has ended with an exception, this raises it.
+        """
         session = self._session
         if self._task is None:
             self._task = asyncio.create_task(self.episode.play())
             self._task.add_done_callback(lambda _: session.changed.set())
         while not self._task.done():
             session.changed.clear()
-            # Every open call has an innermost wait. Equal numbers mean that nothing waits for a step or
-            # a tool, except for a tool that waits for an open call itself.
+            # The innermost waits are those for the open calls, and those for steps and running tools.
+            # (A tool that waits for an open call itself is not counted.) If there are as many waits as
+            # open calls, no step or tool is running.
             only_calls_pending = len(session.open) == len(session.innermost_waits)
             if session.open and only_calls_pending:
                 # Tasks may still take their answers or make further calls, which sets `changed`. A
