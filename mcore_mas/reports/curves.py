@@ -17,7 +17,7 @@ def curve(metrics: Metrics, key: str) -> pd.Series:
 
 
 def curves_of(metrics: Metrics, group: str, name: str) -> dict[str, pd.Series]:
-    """Return the curves of the metrics GROUP/MEMBER/NAME by member, sorted.
+    """Return the curves of the metrics GROUP/MEMBER/NAME by member, sorted by member.
 
     Args:
         metrics: rows of a run.

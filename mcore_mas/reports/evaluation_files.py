@@ -37,7 +37,7 @@ _TASK_SCORES = TypeAdapter(list[TaskScores])
 
 
 def read_score_rows(evaluation: Path) -> list[ScoreRow]:
-    """Read the means of an evaluation; those over all data sources come last.
+    """Read the means in the file of an evaluation; if it has several data sources, those over all come last.
 
     Raises:
         FolderError: the file is damaged.

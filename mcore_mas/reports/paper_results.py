@@ -202,11 +202,10 @@ def _published_difference(table: PaperTable, cell: PaperCell, baseline: PaperCel
 def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the CSV columns that compare a line with the paper, by name.
 
-    `paper_source` and `grade` are those of the table. `tolerance` is the distance from our mean to
-    one end of its interval, plus `_ROUNDING`: to the upper end if the published number is above our
-    mean, else to the lower end. `within` is True if our mean and the published number differ by at
-    most the tolerance. `tolerance` and `within` are None if no task was scored, or no single number
-    is published.
+    `paper_source` and `grade` are those of the table. `tolerance` is `_ROUNDING` plus the distance
+    from our mean to the end of its interval on the side of the published number. `within` is True if
+    our mean and the published number differ by at most the tolerance. `tolerance` and `within` are
+    None if no task was scored, or no single number is published.
     """
     agreement = {
         "paper_source": table.source,
@@ -220,8 +219,8 @@ def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
         return agreement
 
     distance = published - value
-    interval_part = line["ci_high"] - value if distance > 0 else value - line["ci_low"]
-    tolerance = interval_part + _ROUNDING
+    distance_to_end = line["ci_high"] - value if distance > 0 else value - line["ci_low"]
+    tolerance = distance_to_end + _ROUNDING
     return {**agreement, "tolerance": tolerance, "within": abs(distance) <= tolerance}
 
 

@@ -112,7 +112,7 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
 
 
 def _evaluation_differences(first: Path, second: Path) -> Iterator[ScoreDifference]:
-    """Yield the difference of each metric that two evaluations of the same state have."""
+    """Yield the difference of each metric of two evaluations of the same state, over the tasks of both."""
     first_metrics = read_task_metrics(first)
     second_metrics = read_task_metrics(second)
     common_tasks = [task for task in first_metrics if task in second_metrics]

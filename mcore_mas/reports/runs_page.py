@@ -129,7 +129,7 @@ def _show(trajectory: Trajectory, title: str, tasks: dict[str, Task]) -> ShownCo
 
 
 def _first_samples(folder: Path) -> dict[str, Trajectory]:
-    """Return the first completed trajectory of each task in the first file of an evaluation."""
+    """Return the first completed trajectory of each task in the first file of an evaluation, by task id."""
     files = sorted(folder.glob("part_*.parquet"))
     if not files:
         return {}

@@ -1,4 +1,7 @@
-"""The web server of the studio. It answers GET requests from this machine, or those with its token."""
+"""The web server of the studio, which answers GET requests.
+
+If the server has a token, every request needs it. Without a token, it answers this machine only.
+"""
 
 import asyncio
 import secrets

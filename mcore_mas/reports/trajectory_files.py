@@ -1,4 +1,4 @@
-"""Files of trajectories: the choice of one trajectory, and the tasks and the agents' tools of the file's run."""
+"""Files of trajectories: `select_trajectory` from a file, and the tasks and tools of the run that wrote it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,6 +62,6 @@ def read_run_tasks(file: Path) -> list[Task]:
             paths = sorted((folder / "tasks").glob("*.parquet"))
             return [task for path in paths for task in read_tasks(path)]
     raise RecordError(
-        f"{file}: lies in no run's folder, so the tasks to draw are not known; name a file in the "
-        "folder where the run wrote it"
+        f"{file}: lies in no run's folder, so the tasks of its trajectories are not known; name "
+        "a file in the folder where the run wrote it"
     )
