@@ -109,8 +109,8 @@ class PlanPath(_GridGame[Walk]):
         impossible: reward of a move against an obstacle or the border, instead of `step`.
         goal: reward that is added when the goal is reached.
         shortest: reward that is also added if the goal is reached in the fewest moves.
-        fail: reward that is added if the game ends without a solution; in the released code only
-            after `max_moves`, and not after the last turn.
+        fail: reward that is added if the game ends without a solution, after `max_moves` or after
+            the last turn. The released code adds it after `max_moves` only.
         malformed: reward of a text that is not a list of moves.
         shaping: factor λ of the potential-based shaping.
         gamma: discount γ of the shaping.
@@ -298,8 +298,8 @@ class Sokoban(_GridGame[SokobanRoom]):
         box_on: reward that is added if a push increases the number of boxes on goals.
         box_off: reward that is added if a push decreases the number of boxes on goals.
         win: reward that is added when all boxes are on goals.
-        fail: reward that is added if the game ends without a solution; in the released code only
-            after `max_moves`, and not after the last turn.
+        fail: reward that is added if the game ends without a solution, after `max_moves` or after
+            the last turn. The released code adds it after `max_moves` only.
         malformed: reward of a text that is not a list of moves.
         shaping: factor λ of the potential-based shaping.
         gamma: discount γ of the shaping.
