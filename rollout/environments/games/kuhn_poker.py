@@ -59,8 +59,8 @@ class KuhnPoker(ZeroSumGame[Hand]):
 
     def observe(self, state: Hand) -> str:
         history = " ".join(state.history) or "nothing"
-        card = state.cards[len(state.history) % 2]
-        return f"Your card: {card}. Actions so far: {history}."
+        player = len(state.history) % 2
+        return f"Your card: {state.cards[player]}. Actions so far: {history}."
 
     def legal_actions(self, state: Hand) -> Sequence[str]:
         return ACTIONS

@@ -1,4 +1,4 @@
-"""Leduc poker: each player gets one of six cards, another lies open, and there are two rounds of bets.
+"""Leduc poker: each player gets one of six cards, and a third is opened between two rounds of bets.
 
 Source: F. Southey et al., Bayes' bluff: opponent modelling in poker, UAI 2005.
 """
