@@ -134,14 +134,14 @@ class Sudoku(Game[SudokuGrid]):
 
 
 def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
-    """Yield every solution of a grid.
+    """Yield every solution of a grid; none if two given digits contradict each other.
 
     Args:
         given: digits of the cells by rows; 0 if the cell is empty.
         random: source of a random order of the solutions; None: a fixed order.
     """
     size = isqrt(len(given))
-    units = _units(size)  # the row, column and box of each cell
+    units = _units(size)  # for each cell, the indices of its row, column and box in `used`
     used = [0] * (3 * size)  # bit mask of the digits in each row, column and box
     cells = list(given)
     for index, digit in enumerate(cells):
@@ -155,8 +155,8 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
     def tightest_cell() -> tuple[int, int] | None:
         """Return (index, excluded digits) of the empty cell with the fewest possible digits.
 
-        Its excluded digits, those of its row, column and box, are a bit mask. Return None if the grid
-        is full.
+        The excluded digits are those of its row, column and box, as a bit mask. Return None if the
+        grid is full.
         """
         tightest = None
         most_excluded = -1
