@@ -109,9 +109,9 @@ def expand_experiment(
         raise ConfigError(f"experiments cannot include themselves: {chain}; rename one of them")
     file = _experiment_file(name, folders)
     content = _load_config(file)
-    nesting = (*included_by, name)
+    inclusion_chain = (*included_by, name)
     if "grid" not in content:
-        return _expand_mapping(content, file, folders, nesting)
+        return _expand_mapping(content, file, folders, inclusion_chain)
 
     common = {key: value for key, value in content.items() if key not in ("grid", "settings")}
     settings = content.get("settings") or {}
@@ -119,7 +119,7 @@ def expand_experiment(
         raise ConfigError(
             f"{file}: settings is {settings}; expected a mapping from names to settings"
         )
-    expansion = _expand_mapping(common, file, folders, nesting)
+    expansion = _expand_mapping(common, file, folders, inclusion_chain)
     for value in _row_settings(content["grid"], str(name)):
         expansion = expansion.then(_expand_settings(value, str(name), settings, file))
     return expansion.then(Expansion(settings={"run": name}))
@@ -324,7 +324,7 @@ def _expand_mapping(
     content: Mapping[str, Any],
     file: Path,
     folders: Sequence[Path] = (),
-    included_by: Sequence[object] = (),
+    inclusion_chain: Sequence[object] = (),
 ) -> Expansion:
     """Expand settings with their `defaults` list.
 
@@ -332,8 +332,11 @@ def _expand_mapping(
         content: settings, and maybe a `defaults` list.
         file: the file that they come from, for errors.
         folders: folders of configs, in which experiments of the list are looked up.
-        included_by: chain of experiments, each of which includes the next one by its `defaults`; the last one has
-            these settings. (): the settings belong to a recipe or a row of a grid, whose list cannot name experiments.
+        inclusion_chain: the experiment that has these settings, after those that include it by their `defaults`, from
+            the outermost. (): a recipe or a row of a grid has these settings; its list cannot name experiments.
+
+    Raises:
+        ConfigError: `defaults` is not a list, or an entry cannot be used.
     """
     settings = {key: value for key, value in content.items() if key != "defaults"}
     entries = content.get("defaults", [])
@@ -350,8 +353,8 @@ def _expand_mapping(
     for entry in entries:
         if entry == "_self_":
             expansion = expansion.then(Expansion(settings=settings))
-        elif isinstance(entry, str) and included_by:
-            expansion = expansion.then(expand_experiment(entry, folders, included_by))
+        elif isinstance(entry, str) and inclusion_chain:
+            expansion = expansion.then(expand_experiment(entry, folders, inclusion_chain))
         else:
             expansion = expansion.then(Expansion(choices=_override(entry, file)))
     return expansion
