@@ -19,7 +19,7 @@ from rollout.config.choice import Choice
 class CreditedAgentConfig(AgentConfig):
     """An agent and the credit that it gets."""
 
-    # Estimator of the agent; None: that of the run.
+    # Advantage estimator of the agent; None: the run's estimator.
     advantage: AdvantageConfig | None = None
     # Factor of the loss of the agent's turns; 0: they are not trained, but other turns are still compared with them.
     loss_weight: float = Field(1.0, ge=0)
