@@ -169,18 +169,21 @@ class Coach:
         }
 
     async def _judge(self, turn: Turn, messages: tuple[Message, ...]) -> Judgement:
-        """Request a verdict on a turn, and once more if the first one is malformed."""
-        own_answer = requires_own_answer(turn, self._config)
+        """Request a verdict on a turn, and a second time if the first one is malformed.
+
+        If there is no valid verdict, return the reason as Unscored.
+        """
+        require_own_answer = requires_own_answer(turn, self._config)
         try:
             async with self._caller.slot() as deadline:
                 reply = await self._ask(turn.agent, messages, deadline)
                 try:
-                    return parse_verdict(reply, require_own_answer=own_answer)
+                    return parse_verdict(reply, require_own_answer=require_own_answer)
                 except MalformedVerdict as error:
                     problem = str(error)
                 messages = repair_messages(messages, reply, problem, turn=turn, config=self._config)
                 reply = await self._ask(turn.agent, messages, deadline)
-                return parse_verdict(reply, require_own_answer=own_answer)
+                return parse_verdict(reply, require_own_answer=require_own_answer)
         except TimeoutError:
             message = f"no verdict within {self._config.deadline_s:g} s"
             return Unscored(kind="deadline", message=message)
