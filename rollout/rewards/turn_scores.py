@@ -107,15 +107,18 @@ def turn_difference(
 def _check_equal_scores(
     trajectory: Trajectory, turns_of_round: Sequence[Turn], metric: str
 ) -> None:
-    """Raise RewardError if a turn has another score `metric` than the last turn of its round."""
+    """Raise RewardError if a turn's score `metric` differs from that of the last turn of its round.
+
+    Turns without this score are not checked.
+    """
     last_turn = turns_of_round[-1]
     value = last_turn.scores[metric]
     for turn in turns_of_round:
         if turn.scores.get(metric, value) != value:
             raise RewardError(
                 f"{describe_position(trajectory, turn)}: '{metric}' is {turn.scores[metric]}, but turn "
-                f"{last_turn.index} ({last_turn.agent}) ends its round with {value}; name in `scored` every agent "
-                "whose replies are measured"
+                f"{last_turn.index} ({last_turn.agent}) ends its round with {value}; `scored` must list every "
+                "agent whose replies are measured"
             )
 
 
@@ -229,14 +232,19 @@ def tree_shaping(
 ) -> Group:
     """Reward every turn with its score, shaped by its node's parent and siblings in the tree.
 
-    The value of a node is the mean measured score of its turns. A turn whose score is undecided is
-    masked and in no mean. A node with neither parent nor siblings keeps its score.
+    The reward is score + gamma (score - baseline). The baseline is the mean of the parent's value and
+    the siblings' mean value, weighted by `mix`. The value of a node is the mean score of its turns. A
+    turn whose score is undecided is masked and left out of the means. The turns of a node with
+    neither parent nor siblings keep their scores.
 
     Args:
-        measure: name of the turns' score that is r.
+        measure: name of the score, such as "local".
         gamma: weight of the difference between a turn's score and its baseline.
         mix: λ, the weight of the siblings in the baseline; the parent has the rest. Without parent
             or without siblings, the other has weight 1.
+
+    Raises:
+        RewardError: a trajectory is not a tree, or a turn has no score `measure` and is not undecided.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
