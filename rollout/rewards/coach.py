@@ -172,6 +172,9 @@ class Coach:
         """Request a verdict on a turn, and a second time if the first one is malformed.
 
         If there is no valid verdict, return the reason as Unscored.
+
+        Raises:
+            RemoteError: the model cannot be used at all.
         """
         require_own_answer = requires_own_answer(turn, self._config)
         try:
