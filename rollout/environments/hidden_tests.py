@@ -323,9 +323,10 @@ class _TestRewriter:
         Args:
             first_site: number of the function's first site.
             number: number of the function.
-            constants: literal values of names, which count as stated values.
+            constants: values of names that are bound to a literal. A comparison with such a name is
+                treated like one with the literal.
             parameters: parameters of the function whose values can be withheld.
-            kept_names: names whose values are remembered at their binding (see `KEEP`).
+            kept_names: names whose values are remembered when they are bound (see `KEEP`).
             trusted_names: names whose values cannot come from the repository.
         """
         self.sites: dict[int, Site] = {}

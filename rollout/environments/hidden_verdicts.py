@@ -92,7 +92,8 @@ async def passed_tests(
         """Run the file once; return the verdict on each test.
 
         Args:
-            candidates: candidates of each open site by its key; {} in the first run.
+            candidates: expected value among decoys, by key of an open site (see `_TestVerdict`); {} in
+                the first run.
         """
         mark = token_hex()
         request = {
@@ -118,12 +119,11 @@ async def passed_tests(
     verdicts = await judge_run({})
     open_sites: dict[str, Any] = {}
     for verdict in verdicts.values():
-        if verdict.passes:
-            open_sites |= verdict.open_sites
+        open_sites |= verdict.open_sites
     if open_sites:
         candidates = {key: draw_candidates(value) for key, value in open_sites.items()}
         verdicts = await judge_run(candidates)
-    return {name for name, verdict in verdicts.items() if verdict.passes and not verdict.open_sites}
+    return {name for name, verdict in verdicts.items() if verdict.passes}
 
 
 def _parse_report(stdout: str, mark: str) -> Mapping[str, Sequence[_Event]]:
@@ -149,7 +149,8 @@ class _TestVerdict:
         passes: False if the test has failed. If it is True and there are open sites, the second run
             decides.
         open_sites: expected values of open sites by key. A key such as "7000001/2" has the number of
-            the site and that of the withheld value, or -1 if the site has no parameter.
+            the site and that of the withheld value, or -1 if the site has no parameter. It is {} for a
+            failed test, and for every test in the second run.
     """
 
     passes: bool
