@@ -113,9 +113,9 @@ class StatefulEnv(Protocol):
     def state(self) -> str:
         """Return the current state as text, without the history that led to it.
 
-        It is called after `reset` and after every step. Estimators that compare turns taken
-        in the same state use it, such as `at_grpo`; without this method they take a digest of the
-        agent's prompt for the state.
+        It is called after `reset` and after every step. Advantage estimators such as `at_grpo` use it
+        to compare turns that were taken in the same state. If the state is "", or if the environment
+        lacks this method, turns with the same prompt count as taken in the same state.
         """
 
 
