@@ -207,7 +207,12 @@ class CodeEnv(SandboxedEnv):
         )
 
     async def _score(self, program: str | None, tests: Sequence[Test]) -> Step:
-        """Score a program and end the trajectory."""
+        """Score a program on tests; return the step that ends the trajectory.
+
+        Args:
+            program: None if the text has none, which scores 0.
+            tests: at least one.
+        """
         results = [] if program is None else await self._judge(program, tests)
         pass_rate = _count_passed(results) / len(tests)
         solved = float(pass_rate == 1)
