@@ -191,7 +191,7 @@ def _unit_powers(normalized: str) -> dict[str, int]:
     """Return the units at the end of an answer with their powers.
 
     Returns:
-        Power by unit, such as {"m": 1, "s": -2}; {} without units, or if one is not known.
+        Power by unit, such as {"m": 1, "s": -2}; {} without units, or if one of them is not in math.yaml.
     """
     suffix = _UNIT_SUFFIX.search(_write_units_plainly(normalized))
     if suffix is None:
@@ -210,9 +210,9 @@ def _unit_powers(normalized: str) -> dict[str, int]:
 
 
 def _write_units_plainly(normalized: str) -> str:
-    """Rewrite units that are LaTeX: `5\\text{mpers}` becomes `5~m/s`, and `5^\\circ` `5~degree`.
+    """Rewrite units in LaTeX: `5\\text{mpers}` becomes `5~m/s`, and `5^\\circ` becomes `5~degree`.
 
-    `~` stands before each of them; a normalized answer has no other `~`.
+    A `~` marks where a rewritten unit begins; a normalized answer itself has no `~`.
     """
     text = _MARKED_TEXT.sub(lambda match: "~" + match[1].replace("per", "/"), normalized)
     text = _DEGREE_SIGN.sub("~degree", text).replace("\\%", "~percent")
