@@ -43,9 +43,9 @@ class PassageSource(Protocol):
     """A retriever that also finds passages by their ids."""
 
     async def passages(self, id: str, around: int) -> Sequence[Passage]:
-        """Return the passage with this id and up to `around` neighbours on each side.
+        """Return the passage with this id and up to `around` neighbours on each side, in text order.
 
-        The sequence is empty if there is no such passage.
+        Neighbours have the same title. The sequence is empty if no passage has this id.
         """
 
 
