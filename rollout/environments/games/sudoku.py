@@ -311,12 +311,12 @@ class SudokuSource(PuzzleSource):
         key_is_solution = self.size == 9
         if key_is_solution and not owns(_canonical(solution)):
             return None
-        given = self._remove_digits(solution, random)
-        if given is None:
+        puzzle = self._remove_digits(solution, random)
+        if puzzle is None:
             return None
-        if not key_is_solution and not owns(_canonical(given)):
+        if not key_is_solution and not owns(_canonical(puzzle)):
             return None
-        grid = SudokuGrid(size=self.size, given=given, cells=given, solution=solution)
+        grid = SudokuGrid(size=self.size, given=puzzle, cells=puzzle, solution=solution)
         return Sudoku().show(grid)
 
     def _remove_digits(self, solution: Cells, random: Random) -> Cells | None:
