@@ -59,6 +59,16 @@ async def duet(task, team, env):
     await env.step(reply.text)
 
 
+async def handle_failure(task, team, env):
+    """Let agent b answer agent a, or the word "nobody" if a's policy fails; then take a step."""
+    try:
+        text = (await team.act("a", said="x")).text
+    except EngineError:
+        text = "nobody"
+    reply = await team.act("b", said=text)
+    await env.step(reply.text)
+
+
 # replies of `duet`; see `play.seeded`
 DUET = {
     ("a", 0, ""): "1",

@@ -14,7 +14,6 @@ import pytest
 from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages, mean_advantages
 from mcore_mas.credit.samples import to_samples
-from rollout.base.errors import EngineError
 from rollout.environments.protocol import Step
 from rollout.records.call_record import CallRecord
 from rollout.records.collection_log import CollectionLog
@@ -24,7 +23,7 @@ from rollout.rewards.allocation import shared_outcome
 from rollout.teams.replays import ReplayPlan
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.trees import Refusing, duet
+from tests.support.trees import Refusing, duet, handle_failure
 
 
 def plan(alternatives: int, budget: int | None = None, agents: str = "ab") -> ReplayPlan:
@@ -248,16 +247,8 @@ def test_a_replay_that_fails_is_dropped_and_counted() -> None:
 
 
 def test_an_alternative_that_the_policy_refuses_is_dropped_though_the_orchestra_goes_on() -> None:
-    async def orchestra(task: Task, team: Any, env: Any) -> None:
-        try:
-            text = (await team.act("a", said="x")).text
-        except EngineError:
-            text = "nobody"
-        reply = await team.act("b", said=text)
-        await env.step(reply.text)
-
     replies = {("a", 0, ""): "1", ("b", 1, ""): "2", ("b", 1, "1"): "3"}
-    trajectory = play(orchestra, Refusing(replies, ("a", 0, "1")), plan(1))
+    trajectory = play(handle_failure, Refusing(replies, ("a", 0, "1")), plan(1))
     assert alternatives(trajectory) == [("b", "1", "3", 3.0, 0.0, 0.0)]
     assert trajectory.metrics["dropped_branches/EngineError"] == 1.0
     assert (trajectory.status, trajectory.outcome) == (Status.COMPLETED, 2.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
-from rollout.base.errors import EngineError, EnvError
+from rollout.base.errors import EnvError
 from rollout.environments.protocol import Step
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Status
@@ -13,7 +13,7 @@ from rollout.teams.collect import Deadlines
 from rollout.teams.tree import Branching
 from tests.support.error_texts import without_location
 from tests.support.play import SEED, STEP, Adder, seeded
-from tests.support.trees import DUET, Refusing, duet, grow, rows
+from tests.support.trees import DUET, Refusing, duet, grow, handle_failure, rows
 
 
 def test_a_failed_branch_is_dropped_and_counted():
@@ -52,16 +52,10 @@ def test_the_trajectory_fails_if_all_branches_fail():
 
 
 def test_a_failure_that_the_orchestra_handles_is_repeated_in_its_branches():
-    async def orchestra(task, team, env):
-        try:
-            text = (await team.act("a", said="x")).text
-        except EngineError:
-            text = "nobody"
-        reply = await team.act("b", said=text)
-        await env.step(reply.text)
-
     replies = {("b", 1, ""): "1", ("b", 1, "0.1"): "2"}
-    trajectory = grow(orchestra, Refusing(replies, ("a", 0, ""), ("a", 0, "1")), Branching(width=2))
+    trajectory = grow(
+        handle_failure, Refusing(replies, ("a", 0, ""), ("a", 0, "1")), Branching(width=2)
+    )
     assert rows(trajectory) == [("0.0", 1, "b", "1", 1.0), ("0.1", 1, "b", "2", 2.0)]
     assert trajectory.status is Status.COMPLETED
 
