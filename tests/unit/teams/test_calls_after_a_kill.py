@@ -138,6 +138,62 @@ def test_after_a_kill_no_letter_is_sent_twice(tmp_path: Path, dies_at: int) -> N
     assert len(sent) == 2 * SIZE
 
 
+async def with_helper(task: Any, team: Any, env: Any, *, repeat_on_replay: bool) -> None:
+    """Orchestra whose agent a has a tool that asks agent b."""
+
+    async def ask_helper() -> str:
+        """Ask the helper."""
+        reply = await team.act("b", conversation="help")
+        return str(reply.text)
+
+    chat = team.chat("a", tools=[tool_of(ask_helper, repeat_on_replay=repeat_on_replay)])
+    await chat.say("begin")
+    await chat.run(max_turns=3)
+    await env.step("7")
+
+
+def collected_with_helper(
+    folder: Path, *, repeat_on_replay: bool, dies_at: int | None = None
+) -> Trajectory:
+    """Collect one trajectory of `with_helper`; kill the process at the policy's call `dies_at`."""
+    renderer = renderer_of("qwen2.5", folder)
+
+    def reply_ids(prompt: Sequence[int], number: int) -> list[int]:
+        if number == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        text = renderer.decode_prompt(prompt)
+        reply = call("ask_helper") if "begin" in text and "<tool_response>" not in text else "7"
+        return [*renderer.encode(reply), renderer.stop[0]]
+
+    role = Role(name="r", system="", user="{conversation}", parse=number)
+    sampling = Sampling(max_tokens=400)
+    agents = {name: Agent(name=name, role=role, policy="p", sampling=sampling) for name in "ab"}
+    client = EngineClient(engine=ScriptedEngine(reply_ids), renderer=renderer)
+    played = collect(
+        [TASK],
+        Team(agents, {"p": client}),
+        Adder,
+        partial(with_helper, repeat_on_replay=repeat_on_replay),
+        group_size=1,
+        seed=SEED,
+        step=STEP,
+        log=CollectionLog(folder / "log.jsonl"),
+    )
+    return asyncio.run(played)[0].trajectories[0]
+
+
+@pytest.mark.parametrize("repeat_on_replay, agents", [(True, ["a", "b", "a"]), (False, ["a", "a"])])
+def test_a_tool_that_asks_agents_has_to_be_called_again_after_a_kill(
+    tmp_path: Path, repeat_on_replay: bool, agents: Sequence[str]
+) -> None:
+    """Without the call, the trajectory has the tool's result but not the turn of the agent."""
+    play_once = partial(collected_with_helper, tmp_path, repeat_on_replay=repeat_on_replay)
+    assert forked(partial(play_once, dies_at=2), tmp_path / "log") == -signal.SIGKILL
+    resumed = play_once()
+    assert (resumed.error, [turn.agent for turn in resumed.turns]) == ("", agents)
+    assert [event.result for event in resumed.tools] == ["7"]
+
+
 def test_equal_calls_of_branches_get_their_own_recorded_results(tmp_path: Path) -> None:
     """The results of the tool depend on the branch; after a kill each branch gets its own again."""
 
