@@ -254,7 +254,11 @@ def _check_norm(tiny: bool) -> None:
 
 
 def _check_head(tiny: bool) -> None:
-    """Compare the output layer in three chunks with one that computes all logits at once in float32."""
+    """Compare the output layer in three chunks with one that computes all logits at once in float64.
+
+    A result may differ by twice as much as that of plain PyTorch in the same data type: in bfloat16,
+    the error of the largest gradient depends on the processor and on the drawn numbers.
+    """
     from mcore_mas.megatron.model import head as output_layer
     from mcore_mas.megatron.spec import init_process_groups
 
@@ -262,6 +266,7 @@ def _check_head(tiny: bool) -> None:
     rows, hidden, padded_vocab = (60, 64, 512) if tiny else (1536, 1024, 32_768)
     vocab = padded_vocab - 12
     chunk_bytes = 4 * padded_vocab * rows // 3
+    torch.manual_seed(0)
     labels = torch.randint(vocab, (rows,)).to(device())
     temperatures, *output_gradients = (torch.rand(rows).add(0.5).to(device()) for _ in range(3))
 
@@ -269,16 +274,26 @@ def _check_head(tiny: bool) -> None:
         grad_logprobs, grad_entropies = output_gradients
         return grad_logprobs[chunk], grad_entropies[chunk]
 
+    def results_of_pytorch(x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """Compute all logits at once, in the data type of `x`, and the rest in float32 or more."""
+        x = x.detach().clone().requires_grad_()
+        weight = weight.detach().clone().requires_grad_()
+        logits = x @ weight.t()
+        if logits.dtype == torch.bfloat16:
+            logits = logits.float()
+        all_logprobs = (logits[:, :vocab] / temperatures[:, None]).log_softmax(-1)
+        logprobs = all_logprobs.gather(1, labels[:, None])[:, 0]
+        entropies = -(all_logprobs * all_logprobs.exp()).sum(-1)
+        torch.autograd.backward(
+            (logprobs, entropies), [gradient.to(logprobs.dtype) for gradient in output_gradients]
+        )
+        return _head_results((logprobs, entropies), x.grad, weight.grad)
+
     for dtype, tolerance in TOLERANCES.items():
         drawn_x = torch.randn(rows, hidden).to(device(), dtype)
         drawn_weight = (torch.randn(padded_vocab, hidden) * 2 * hidden**-0.5).to(device(), dtype)
-        exact_x = drawn_x.float().requires_grad_()
-        exact_weight = drawn_weight.float().requires_grad_()
-        logits = (exact_x @ exact_weight.t())[:, :vocab] / temperatures[:, None]
-        all_logprobs = logits.log_softmax(-1)
-        exact_logprobs = all_logprobs.gather(1, labels[:, None])[:, 0]
-        exact_entropies = -(all_logprobs * all_logprobs.exp()).sum(-1)
-        torch.autograd.backward((exact_logprobs, exact_entropies), output_gradients)
+        references = results_of_pytorch(drawn_x.double(), drawn_weight.double())
+        plain_errors = _errors_by_name(results_of_pytorch(drawn_x, drawn_weight), references)
 
         for one_pass in (False, True):
             x = drawn_x.detach().clone().requires_grad_()
@@ -297,19 +312,34 @@ def _check_head(tiny: bool) -> None:
                 )
                 torch.autograd.backward(outputs, output_gradients)
 
-            pairs = {
-                "logprobs": (outputs[0], exact_logprobs),
-                "entropies": (outputs[1], exact_entropies),
-                "of_x": (x.grad, exact_x.grad),
-                "of_weight": (weight.main_grad, exact_weight.grad),  # type: ignore[attr-defined]
-            }
-            errors = {
-                name: _largest_error([result.detach()], [reference.detach()])
-                for name, (result, reference) in pairs.items()
-            }
-            ok = max(errors.values()) <= tolerance
+            results = _head_results(outputs, x.grad, weight.main_grad)  # type: ignore[attr-defined]
+            errors = _errors_by_name(results, references)
+            ok = all(
+                error <= max(tolerance, 2 * plain_errors[name]) for name, error in errors.items()
+            )
             say(what="head", dtype=_dtype_name(dtype), one_pass=one_pass, **errors, ok=ok)
     stop_trainer()
+
+
+def _head_results(
+    outputs: tuple[Tensor, Tensor], grad_x: Tensor | None, grad_weight: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the log-probabilities and entropies of a head and both gradients, by name."""
+    assert grad_x is not None and grad_weight is not None
+    logprobs, entropies = (output.detach() for output in outputs)
+    return {
+        "logprobs": logprobs,
+        "entropies": entropies,
+        "of_x": grad_x,
+        "of_weight": grad_weight,
+    }
+
+
+def _errors_by_name(
+    results: Mapping[str, Tensor], references: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return `_largest_error` of each result."""
+    return {name: _largest_error([results[name]], [references[name]]) for name in references}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
