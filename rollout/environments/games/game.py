@@ -276,7 +276,7 @@ def parse_actions(text: str) -> list[str]:
 
 
 def parse_letters(text: str, alphabet: str) -> list[str]:
-    """Return the actions of a list whose actions are letters; [] if one is not in `alphabet`.
+    """Return the actions of a list of letters of `alphabet`; [] if the text is not such a list.
 
     Letters may also be separated by spaces alone: `R, R, D` and `R R D` are the same list of the
     alphabet "UDLR".
