@@ -34,6 +34,13 @@ class SGLangClient:
     def __init__(
         self, url: str, *, timeout_s: float, connections: int, key: str | None = None
     ) -> None:
+        """Configure the client; no connection is opened.
+
+        Args:
+            timeout_s: seconds that a request may take.
+            connections: maximum number of open connections.
+            key: API key of the server; None: it requires none.
+        """
         self.url = url
         self._http = HttpClient(
             url,
@@ -343,8 +350,8 @@ def _parse_candidates(meta: Mapping[str, Any], size: int) -> tuple[TokenCandidat
 def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts) -> bytes:
     """Return the experts of all tokens of prompt and reply but the last, as `Completion` stores them.
 
-    SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64. These are all layers of the
-    model, because SGLang gives every layer of a mixture of experts a router.
+    SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64, with all layers of the model.
+    All of them are sparse, because `SGLangSettings` refuses a mixture with dense layers.
 
     Raises:
         EngineError: the experts are missing, too few, too many or out of range, or the first two

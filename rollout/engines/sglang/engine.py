@@ -79,7 +79,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
 
         Args:
             restart_guard: context manager around the restart of a server.
-            tell: called with one line when a server is started again, joins or leaves.
+            tell: called with one line when a server is started again, joins or leaves, or if the servers
+                return no checksums.
 
         Raises:
             EngineError: `settings.python` is not a file.

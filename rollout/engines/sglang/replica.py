@@ -220,6 +220,8 @@ class Replica:
 def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     """Return server `number` of an engine, in Ray actors if Ray runs, else in this process.
 
+    It has one actor for each of its `tp` GPUs. The first runs the server; the others reserve GPUs.
+
     Raises:
         EngineError: `settings.python` is not a file.
     """
