@@ -118,11 +118,9 @@ def _table_rows(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
             is_of_dataset = rows["source"].eq(dataset) | (dataset == "all")
             part = rows[(rows["metric"] == metric) & is_of_dataset]
             for state, task_scores in _scores_by_state(part, rows).items():
-                # Names of evaluations have no hyphen, so a state with one is a difference. Its runs
-                # are those of its first state.
-                is_difference = "-" in state
+                # The runs of a difference are those of its first state.
                 runs = rows[rows["policy_state"] == state.partition("-")[0]].drop_duplicates("run")
-                lowest = -1.0 if is_difference else 0.0
+                lowest = -1.0 if _is_difference(state) else 0.0
                 low, high = score_interval(
                     task_scores.tolist(), f"{dataset}/{metric}", lowest=lowest
                 )
@@ -175,6 +173,11 @@ def _scores_by_state(part: pd.DataFrame, experiment_rows: pd.DataFrame) -> dict[
     return scores
 
 
+def _is_difference(state: str) -> bool:
+    """Return True for a difference such as trained-base; names of evaluations have no hyphen."""
+    return "-" in state
+
+
 def _reply_counts(runs: pd.DataFrame) -> dict[str, Any]:
     """Return the counts of the replies of all seeds.
 
@@ -194,8 +197,8 @@ def _reply_counts(runs: pd.DataFrame) -> dict[str, Any]:
 
 
 def _readable_cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a row as text, with scores in per cent."""
-    sign = "+" if "-" in row["policy_state"] else ""
+    """Return the cells of a row as text, with scores in per cent, and a sign before differences."""
+    sign = "+" if _is_difference(row["policy_state"]) else ""
     low = 100 * row["ci_low"]
     high = 100 * row["ci_high"]
     return {
