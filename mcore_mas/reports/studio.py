@@ -161,7 +161,7 @@ class Studio:
         )
 
     def timeline(self, run: str, file: str) -> dict[str, Any]:
-        """Return the timeline of a file's trajectories, {} for large files and without times."""
+        """Return the timeline of a file's trajectories; {} if the file is large or has no times."""
         path = self._file_path(run, file)
         if count_trajectories(path) > _MAX_TRAJECTORIES:
             return {}
