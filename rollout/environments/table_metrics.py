@@ -132,10 +132,12 @@ def r2(pairs: Pairs) -> float:
     Raises:
         ValueError: all truths are equal.
     """
-    mean = fmean(truth for truth, _ in pairs)
-    total = sum((truth - mean) ** 2 for truth, _ in pairs)
-    if not total:
+    truths = [truth for truth, _ in pairs]
+    # SST is not tested for 0, because the mean of equal truths may be rounded.
+    if len(set(truths)) == 1:
         raise ValueError("r2 needs truths that differ")
+    mean = fmean(truths)
+    total = sum((truth - mean) ** 2 for truth in truths)
     return float(1 - sum((truth - prediction) ** 2 for truth, prediction in pairs) / total)
 
 
@@ -145,8 +147,10 @@ def gini(pairs: Pairs) -> float:
     Raises:
         ValueError: all truths are equal, or their sum is 0.
     """
-    best = _gini([(truth, truth) for truth, _ in pairs])
-    if not best:
+    truths = [truth for truth, _ in pairs]
+    best = _gini([(truth, truth) for truth in truths])
+    # `best` is rounded: it may not be 0 for equal truths, and may be 0 for nearly equal ones.
+    if len(set(truths)) == 1 or not best:
         raise ValueError("gini needs truths that differ")
     return _gini(pairs) / best
 
@@ -156,6 +160,9 @@ def _gini(pairs: Pairs) -> float:
 
     Sort the n rows by falling prediction, and let share_k be the sum of the first k truths over the
     sum of all truths. The coefficient is the mean of share_k - k / n over k = 1, ..., n.
+
+    Raises:
+        ValueError: the sum of all truths is 0.
     """
     ordered = sorted(pairs, key=lambda pair: -pair[1])
     total = sum(truth for truth, _ in pairs)

@@ -121,6 +121,19 @@ def test_gini_needs_truths_that_differ_and_have_a_sum(truth: list[str], message:
         TABLE_METRICS["gini"].score(truth, ["1", "2"])
 
 
+@pytest.mark.parametrize(
+    ("metric", "rows"),
+    [
+        ("r2", 3),  # 0.1 + 0.1 + 0.1 is rounded up, and so is their mean
+        ("gini", 7),  # the shares 1/7, 2/7, ... are rounded
+    ],
+)
+def test_equal_truths_are_refused_where_their_sums_are_rounded(metric: str, rows: int) -> None:
+    predictions = [str(row) for row in range(rows)]
+    with pytest.raises(ValueError, match=f"{metric} needs truths that differ"):
+        TABLE_METRICS[metric].score(["0.1"] * rows, predictions)
+
+
 def test_macro_f1_agrees_with_scikit_learn() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     random = Random(1)
