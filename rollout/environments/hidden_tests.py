@@ -345,7 +345,7 @@ class _TestRewriter:
             if argument.arg in self._kept_names:
                 body.insert(0, self._keep_call(argument.arg))
         if isinstance(body[-1], ast.Return):
-            return body
+            return body  # the end is reported before every `return`
         return [*body, self._end_call()]
 
     def _rewrite_block(self, statements: list[ast.stmt], is_required: bool) -> list[ast.stmt]:

@@ -83,9 +83,11 @@ class SearchEnv:
     async def step(self, action: str) -> Step:
         """Apply `<answer>…</answer>`, else `<search>…</search>`, else `<read>…</read>` of an id.
 
+        A text without any of them is an invalid search.
+
         Raises:
-            EnvError: the retriever failed; nothing of its message reaches a model.
-            Unusable: no retriever answers, and none did for as long as the run waits.
+            EnvError: the retriever failed, or has no passages by id; no model sees the message.
+            Unusable: no retriever has answered for the time of `retriever.patience_s`.
         """
         answer = last_tag(action, "answer")
         if answer is not None:

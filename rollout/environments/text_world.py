@@ -428,6 +428,7 @@ class WebshopEnv(ThreadWorldEnv):
     def _choices(self) -> tuple[str, ...]:
         available = self._env.get_available_actions()
         choices = ["search[words]"] if available["has_search_bar"] else []
+        # The search button is listed among the clickables, but `click[search]` does nothing.
         choices += [f"click[{name}]" for name in available["clickables"] if name != "search"]
         return tuple(choices)
 

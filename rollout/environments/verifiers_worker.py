@@ -150,7 +150,8 @@ class VerifiersHandler:
         """Load the environment that the settings name."""
         # `verifiers` looks for uv, which may be installed beside this Python.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        # The environment may be a module in the working directory, from which a script imports nothing.
+        # The environment may be a module in the working directory, which Python does not search for
+        # imports when it runs a script.
         sys.path.insert(0, str(Path.cwd()))
         self._env = load_environment(settings["id"], settings["args"])
 
