@@ -235,6 +235,7 @@ def _parallel_settings(spec: TrainerSpec) -> dict[str, Any]:
         "sequence_parallel": spec.sp,
         "context_parallel_size": spec.cp,
         "cp_comm_type": "a2a",
+        # Batched sends and receives would end with torch.cuda.synchronize().
         "batch_p2p_comm": False,
         # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`).
         "variable_seq_lengths": spec.vpp == 1,

@@ -40,11 +40,11 @@ def norm_kernel(
 
     Args:
         x: [rows, columns].
-        residual: [rows, columns], contiguous, that is added to `x` first; or None. The sum is
-            rounded to the type of `results` before it is normalized.
+        residual: [rows, columns], contiguous; added to `x` first. None: `x` itself is normalized.
         weight: [columns].
-        results: the sum x + residual, or None without a residual; and the norm of the sum or of
-            `x`, times the weight. Both are [rows, columns] and contiguous.
+        results: (sum, norm), both [rows, columns] and contiguous. The sum x + residual is rounded
+            to the type of its tensor before it is normalized; its tensor is None without a
+            residual. The norm is multiplied by the weight.
         sizes: rows, columns, and the stride of the rows of `x`.
         eps: number that is added to the mean square.
     """

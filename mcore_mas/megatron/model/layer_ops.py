@@ -126,7 +126,12 @@ class KernelNorm(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         trains_weight = ctx.needs_input_grad[1]
         grad_rows, weight_parts = _norm_gradient(
-            rows, weight, grad_out.contiguous(), None, ctx.eps, trains_weight
+            rows,
+            weight,
+            grad_out.contiguous(),
+            other_grad_x=None,
+            eps=ctx.eps,
+            trains_weight=trains_weight,
         )
         grad_x = grad_rows.view(grad_out.shape)
         if not trains_weight:
@@ -166,9 +171,9 @@ class KernelSumAndNorm(torch.autograd.Function):
             total.flatten(0, -2),
             weight,
             grad_normed.contiguous(),
-            None if grad_total is None else grad_total.contiguous(),
-            ctx.eps,
-            trains_weight,
+            other_grad_x=None if grad_total is None else grad_total.contiguous(),
+            eps=ctx.eps,
+            trains_weight=trains_weight,
         )
         grad_x = grad_rows.view(total.shape)
         grad_weight = None
