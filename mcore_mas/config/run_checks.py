@@ -92,7 +92,7 @@ def _check_policies_defined(
         if not hint:
             # The agent may be misspelt: an override of `agents.solvr` adds this agent, with policy `solvr`.
             others = [other for other in policy_of_agent if policy_of_agent[other] in policies]
-            hint = nearest_hint(agent, others).replace("nearest", "nearest agents")
+            hint = nearest_hint(agent, others, label="nearest agents")
         raise ValueError(
             f"agent '{agent}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}"
             f"{hint}; set agents.{agent}.policy to one of them, define policies.{policy}, or "

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def nearest_hint(name: str, choices: Iterable[str]) -> str:
+def nearest_hint(name: str, choices: Iterable[str], label: str = "nearest") -> str:
     """Return "; nearest: a, b" with the choices that are similar to a name, or "" if none is.
 
-    The hint is a part of an error message about the name.
+    The hint is a part of an error message about the name. Another `label`, such as "nearest agents", says what the
+    choices are if the message is about something else.
     """
     # With this cutoff, names of three letters that differ in one, such as "atc" and "act", are similar.
     names = get_close_matches(name, list(dict.fromkeys(choices)), n=3, cutoff=0.66)
-    return f"; nearest: {', '.join(names)}" if names else ""
+    return f"; {label}: {', '.join(names)}" if names else ""

@@ -362,6 +362,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "agent 'solvr' plays policy 'solvr', which is not defined; policies: solver, ver",
         ),
         (
+            "agents.solver.policy=verifier | ~policies.solver | agents.solvr.max_tokens=5",
+            "which is not defined; policies: verifier; nearest agents: solver; set agents.solvr.policy to",
+        ),
+        (
             "policies.solvr.lr=1e-4",
             "policy 'solvr' is played by no agent; remove it or name it in agents; nearest: solv",
         ),
