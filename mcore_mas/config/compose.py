@@ -196,10 +196,10 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int
 
 
 def _files_hash(folders: Sequence[Path]) -> int:
-    """Return a hash that changes with the names and the modification times of the groups' files in these folders.
+    """Return a hash that changes with the names and the modification times of config.yaml and the groups' files.
 
     Raises:
-        ConfigError: one of them is not a regular file, or is too large.
+        ConfigError: one of these files is not a regular file, or is too large.
     """
     files: list[Path] = []
     for folder in folders:

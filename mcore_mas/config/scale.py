@@ -71,7 +71,7 @@ def _rule(scale: str) -> dict[str, Any]:
 
 
 def _limited(value: Any, limits: Mapping[str, int]) -> Any:
-    """Return a part of a section in which no integer is above the limit of its key, at any depth."""
+    """Return a copy of a part of a section, with integers at any depth capped at the limits of their keys."""
     if isinstance(value, list | tuple):
         return [_limited(item, limits) for item in value]
     if not isinstance(value, Mapping):

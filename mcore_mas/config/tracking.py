@@ -24,6 +24,7 @@ _STORE_SCHEMES = {
     "databricks-uc",
     *(entry.name for entry in entry_points(group="mlflow.tracking_store")),
 }
+# Searched in the unquoted query: an ODBC connection string in it writes PWD= as PWD%3D.
 _PASSWORD_IN_QUERY = re.compile("(?i)(password|passwd|pwd|token|secret|api_?key)=")
 _TagName = Annotated[str, Field(pattern=r"^[\w.\-:/ ]+$", max_length=250)]
 
@@ -46,8 +47,10 @@ class TrackingConfig(Section):
     def _check_uri(cls, uri: str) -> str:
         parts = urlsplit(uri)
         is_server = parts.scheme.startswith("http")
-        in_query = _PASSWORD_IN_QUERY.search(unquote(parts.query))
-        if in_query or parts.password or (parts.username and is_server):
+        password_in_query = _PASSWORD_IN_QUERY.search(unquote(parts.query))
+        # A server may take a token as its user name. The user name of a database is no secret.
+        may_be_token = is_server and parts.username
+        if password_in_query or parts.password or may_be_token:
             raise ValueError(
                 "may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md"
             )
