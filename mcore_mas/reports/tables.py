@@ -25,7 +25,7 @@ _NOTE = (
     "left out. Brackets hold 95 % intervals over tasks; trained-base and similar rows are paired "
     "differences in points."
 )
-# Columns of numbers, which are aligned to the right.
+# Columns of `make_table` and `result_rows` that hold numbers, which are aligned to the right.
 _NUMBER_COLUMNS = {"score", "95 % interval", "tasks", "replies", "seeds", "base", "trained", "gain"}
 
 # Columns of a table in CSV that `result_rows` reads.
@@ -229,7 +229,7 @@ def _describe_replies(row: Mapping[str, Any]) -> str:
 
 
 def markdown_table(table: pd.DataFrame) -> str:
-    """Return a Markdown table of text cells, with columns of numbers aligned to the right."""
+    """Return a Markdown table of text cells, with the columns of `_NUMBER_COLUMNS` aligned to the right."""
     alignments = ["right" if name in _NUMBER_COLUMNS else "left" for name in table.columns]
     cells = table.map(lambda cell: cell.replace("|", "/"))  # "|" would end the cell
     return str(cells.to_markdown(index=False, disable_numparse=True, colalign=alignments))
