@@ -228,7 +228,7 @@ def _mean_with_interval(scores: Mapping[str, pd.Series], name: str) -> dict[str,
     """Return the mean of the data sources' means, with its 95 % interval over tasks.
 
     The interval of the mean M of G independent means m with intervals [l, u] is
-    [M - √Σ(m - l)² / G, M + √Σ(u - m)² / G] (Zou & Donner 2008, equation 5).
+    [M - √(Σ(m - l)²) / G, M + √(Σ(u - m)²) / G] (Zou & Donner 2008, equation 5).
 
     Args:
         scores: scores by task, by data source.

@@ -166,7 +166,7 @@ def print_trajectories(
 
     A line has the trajectory's number from 1, its task, sample, number of turns, outcome, mean
     reward, mean advantage and status. A task is shown by the beginning of its question, or by its
-    id if the file lies in no run's folder.
+    id if `find_task_texts` finds no question.
     """
     task_ids = {trajectory.task_id for trajectory in trajectories}
     texts = find_task_texts(file, task_ids)
