@@ -398,6 +398,8 @@ class Trajectory:
             environment does not report it.
         leaf: node of a tree that the outcome comes from: of the branch that was played to the end,
             or of the attempt that was chosen; "" if there is none.
+        metrics: latest metrics of the environment's steps, and counts of dropped branches and
+            replays. If the reason of a failure has a metric, that metric is the first.
         error: reason why the status is not COMPLETED.
     """
 
@@ -448,9 +450,10 @@ class Trajectory:
         """
         if not self.error:
             return ""
-        for name in self.metrics:
-            if name in _FAILURE_METRICS or name.startswith("late/"):
-                return name
+        # Later metrics may have the same names, but count branches and replays that were dropped.
+        first_metric = next(iter(self.metrics), "")
+        if first_metric in _FAILURE_METRICS or first_metric.startswith("late/"):
+            return first_metric
         return self.error.partition(":")[0]
 
     @property

@@ -168,8 +168,9 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
 def _is_undecided(trajectory: Trajectory) -> bool:
     """Return True if a trajectory failed because the environment could not decide its answer.
 
-    The metric `undecided` alone does not say so: completed and late trajectories have it too, if a
-    branch or a replay was dropped because its answer could not be decided.
+    The metric `undecided` alone does not say so: trajectories that were completed or failed for
+    another reason have it too, if a branch or a replay was dropped because its answer could not be
+    decided.
     """
     return trajectory.failure_reason == "undecided"
 

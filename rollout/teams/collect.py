@@ -146,6 +146,7 @@ class Collector:
             outcome=None if ending.error else episode.outcome,
             answer=None if ending.error else episode.answer,
             leaf=play.leaf,
+            # `Trajectory.failure_reason` requires that the ending's metric is the first.
             metrics=dict.fromkeys(ending.metrics, 1.0) | play.metrics,
             status=ending.status,
             error=ending.error,

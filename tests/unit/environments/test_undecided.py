@@ -185,7 +185,7 @@ def test_an_agent_that_is_undecided_too_often_is_wrong() -> None:
 
 
 def test_a_dropped_branch_that_was_undecided_leaves_the_trajectory_as_it_is() -> None:
-    # The metric `undecided` of the first two counts branches that were dropped.
+    # The metric `undecided` of the first three counts branches that were dropped.
     completed = replace(decided(0, "a", 1.0), metrics={"undecided": 1.0})
     late = replace(
         undecided(1, "a"),
@@ -193,10 +193,15 @@ def test_a_dropped_branch_that_was_undecided_leaves_the_trajectory_as_it_is() ->
         error="Late: ?",
         metrics={"late/batch": 1.0, "undecided": 1.0},
     )
-    (judged,) = judge_undecided([group(completed, late, undecided(2, "a"))], 0.05)
-    assert judged.trajectories[:2] == (completed, late)
-    assert judged.trajectories[2].status is Status.COMPLETED
-    assert judged.trajectories[2].outcome == 0.0
+    failed = replace(
+        undecided(2, "a"),
+        error="EngineError: ?",
+        metrics={"dropped_branches/Undecided": 1.0, "undecided": 1.0},
+    )
+    (judged,) = judge_undecided([group(completed, late, failed, undecided(3, "a"))], 0.05)
+    assert judged.trajectories[:3] == (completed, late, failed)
+    assert judged.trajectories[3].status is Status.COMPLETED
+    assert judged.trajectories[3].outcome == 0.0
 
 
 def test_turns_of_an_agent_that_is_undecided_too_often_are_wrong() -> None:

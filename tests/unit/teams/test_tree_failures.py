@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
-from rollout.base.errors import EnvError
+from rollout.base.errors import EnvError, Undecided
 from rollout.environments.protocol import Step
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Status
@@ -49,6 +49,22 @@ def test_the_trajectory_fails_if_all_branches_fail():
     assert trajectory.outcome is None
     assert trajectory.metrics["dropped_branches/EngineError"] == 2.0
     assert [turn.node for turn in trajectory.turns] == ["0", "1"]
+
+
+def test_the_failure_reason_is_that_of_the_trajectory_and_not_of_a_dropped_branch():
+    class Doubting(Adder):
+        async def step(self, action):
+            if action == "doubt":
+                raise Undecided("nobody knows")
+            return await super().step(action)
+
+    # In the second round the policy fails in the leading branch, and the answer of the other is undecided.
+    replies = {("a", 0, ""): "1", ("a", 0, "1"): "0", ("b", 1, "0.1"): "doubt"}
+    engine = Refusing(replies, ("b", 1, ""))
+    trajectory = grow(duet, engine, Branching(width=2), make_env=Doubting)
+    assert (trajectory.status, trajectory.error) == (Status.FAILED, "EngineError: no room")
+    assert trajectory.metrics["undecided"] == 1.0
+    assert trajectory.failure_reason == "EngineError"
 
 
 def test_a_failure_that_the_orchestra_handles_is_repeated_in_its_branches():
