@@ -1,4 +1,4 @@
-"""Reward allocation: helpers of all allocators, and allocators that use only the outcome of a trajectory."""
+"""Reward allocation: helpers of all allocators, and allocators that use a trajectory's outcome or answer alone."""
 
 import math
 from collections import Counter
