@@ -85,6 +85,7 @@ class Chat:
         self._state = ChatState(id=id, tools=tuple(tool.schema for tool in tools))
         self._open_calls: tuple[ToolUse, ...] = ()  # tool calls without a result
         self._replying = False
+        self._question: tuple[str, ...] = ()  # stays before the summary, once the chat is folded
         # Scores of the next turn that say how room was made for it.
         self._pending_scores: dict[str, float] = {}
 
@@ -122,6 +123,7 @@ class Chat:
         """Continue from another chat's messages and latest turn; the other chat does not change."""
         self.messages = list(other.messages)
         self.latest = other.latest
+        self._question = other._question
         self._state = replace(self._state, before=other._state.before)
 
     async def reply_to(
@@ -200,7 +202,8 @@ class Chat:
         """Replace the messages up to the latest reply by a summary.
 
         The system prompt stays. The question, the summary and the messages since the latest reply
-        are joined to one user message. Before the first reply, the question follows the summary.
+        are joined to one user message. Before the first reply, the question follows the summary. A
+        later summary replaces the earlier one and the messages that were joined to it.
         """
         summarised_count = 0  # number of messages up to the latest reply
         for number, message in enumerate(self.messages, start=1):
@@ -211,8 +214,13 @@ class Chat:
         summarised = self.messages[:summarised_count]
         new_messages = self.messages[max(summarised_count, len(system)) :]
 
-        # The question is the first message, or the second one if there is a system prompt.
-        parts = [message.content for message in summarised[:2] if message.role == "user"]
+        # The question is the first message, or the second one if there is a system prompt. It is stored,
+        # because the fold joins it with the summary.
+        if not self._question:
+            self._question = tuple(
+                message.content for message in summarised[:2] if message.role == "user"
+            )
+        parts = list(self._question) if summarised else []
         parts.append(f"What has happened since:\n{summary}")
         parts += [message.content for message in new_messages]
         self.messages = [*system, Message(role="user", content="\n\n".join(parts))]

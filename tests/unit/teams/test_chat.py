@@ -24,7 +24,7 @@ from rollout.records.trajectory import Group, Message, Sampling, Status, Traject
 from rollout.teams.chat import Chat
 from rollout.teams.collect import Deadlines
 from rollout.teams.roles import Agent, ChatRules, Role
-from rollout.teams.team import Team
+from rollout.teams.team import Team, TeamSession
 from rollout.teams.tree import Branching
 from tests.support.error_texts import without_location
 from tests.support.play import SEED, STEP, TASK, Adder, collect, number
@@ -392,6 +392,12 @@ def test_a_chat_without_results_to_drop_is_full(qwen: Renderer) -> None:
     assert [turn.scores.get("full") for turn in trajectory.turns] == [1.0]
 
 
+def unplayed_session() -> TeamSession:
+    role = Role(name="r", system="S", user="", parse=number)
+    agent = Agent(name="a", role=role, policy="p", sampling=Sampling())
+    return Team({"a": agent}, {}).session(SEED)
+
+
 @pytest.mark.parametrize(
     ("replied", "expected"),
     [
@@ -400,9 +406,7 @@ def test_a_chat_without_results_to_drop_is_full(qwen: Renderer) -> None:
     ],
 )
 def test_a_summary_stands_before_the_messages_without_a_reply(replied: bool, expected: str) -> None:
-    role = Role(name="r", system="S", user="", parse=number)
-    agent = Agent(name="a", role=role, policy="p", sampling=Sampling())
-    chat = Team({"a": agent}, {}).session(SEED).chat("a")
+    chat = unplayed_session().chat("a")
     question = Message(role="user", content="go")
     if replied:
         chat.messages += [question, Message(role="assistant", content="gone")]
@@ -412,6 +416,37 @@ def test_a_summary_stands_before_the_messages_without_a_reply(replied: bool, exp
     assert chat.messages == [
         Message(role="system", content="S"),
         Message(role="user", content=expected),
+    ]
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_later_summary_replaces_the_earlier_one(taken_over: bool) -> None:
+    session = unplayed_session()
+    chat = session.chat("a")
+    chat.messages += [
+        Message(role="user", content="go"),
+        Message(role="assistant", content="gone"),
+        Message(role="tool", content="first result"),
+    ]
+    chat.fold("first summary")
+    assert chat.messages[1].content == (
+        "go\n\nWhat has happened since:\nfirst summary\n\nfirst result"
+    )
+
+    if taken_over:
+        earlier_chat = chat
+        chat = session.chat("a")
+        chat.take_over(earlier_chat)
+    chat.messages += [
+        Message(role="assistant", content="gone again"),
+        Message(role="tool", content="second result"),
+    ]
+    chat.fold("second summary")
+    assert chat.messages == [
+        Message(role="system", content="S"),
+        Message(
+            role="user", content="go\n\nWhat has happened since:\nsecond summary\n\nsecond result"
+        ),
     ]
 
 
