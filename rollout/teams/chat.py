@@ -57,9 +57,9 @@ class Chat:
       `full` of that reply's turn is 1.
     - `fold`: `summariser` sums the chat up, and it continues from the summary. The next turn's
       score `folded` is 1.
-    - `drop_oldest_results`: the older half of the tool results is left out, and if that is not
-      enough, the older half of the rest, and so on. The next turn's score `dropped_results` is their
-      number.
+    - `drop_oldest_results`: a note replaces the older half of the tool results, and if that is not
+      enough, the older half of the rest, and so on. The next turn's score `dropped_results` is the
+      number of replaced results.
 
     If the prompt is still too long after that, the chat is full as with `stop`. If the agent has not
     replied yet, `PromptTooLong` is raised instead. If there is no reply for another reason, another
@@ -326,7 +326,7 @@ class Chat:
         return ""
 
     async def _call(self, call: ToolUse, reply: AgentReply) -> str:
-        """Make a tool call; return its result."""
+        """Make a tool call; return its result, which says so if there is no such tool."""
         rules = self._agent.chats
         tool = self._tools.get(call.name)
         make_call = partial(
@@ -335,9 +335,10 @@ class Chat:
         # The environment records its own steps, so the call is made without a record.
         if tool is not None and tool.recorded_by_env:
             return (await make_call()).result
-        # A call that was answered before a restart gets its recorded result.
-        call_or_recall = make_call
-        if tool is None or not tool.repeat_on_replay:
+        if tool is not None and tool.repeat_on_replay:
+            call_or_recall = make_call
+        else:
+            # A call that was answered before a restart gets its recorded result.
             call_or_recall = partial(
                 self._host.calls.once, ToolCall, make_call, self.id, call.name, call.arguments
             )

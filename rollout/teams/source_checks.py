@@ -222,10 +222,10 @@ def _string_literals(nodes: Sequence[ast.AST]) -> set[str]:
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     """Return the agents that an orchestra asks unconditionally, and so needs in its team.
 
-    Only calls with the name as a string literal are found, as in `team.act("writer")`. Calls in `if`,
-    `while`, `try`, `match`, `and`, `or`, conditional expressions, comprehensions with `if`, and inner
-    functions are left out. A `for` loop is taken to run at least once, and an early `return` never to
-    happen.
+    Only calls of a variable `team` with the name as a string literal are found, as in
+    `team.act("writer")`. Calls in `if`, `while`, `try`, `match`, `and`, `or`, conditional expressions
+    and inner functions are left out, and those in comprehensions with `if`, except in their first
+    iterable. A `for` is taken to run at least once, and an early `return` never to happen.
     """
     definition = _definition(orchestra)
     if definition is None:
