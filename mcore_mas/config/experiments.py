@@ -259,9 +259,9 @@ def _unknown_config(group: str, name: object, folders: Sequence[Path]) -> Config
 def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:
     """Return the settings of a row of a grid, in the order in which they are merged.
 
-    For each pattern of the grid that yields the row's name, these are the words in the pattern's braces, which are
-    keys of the file's `settings`, and then the pattern's value: a key of `settings`, a mapping, a list of both, or
-    None.
+    For each pattern of the grid that yields the row's name, these are first the words that the name has from the
+    pattern's braces, each a key of the file's `settings`. Then comes the pattern's value: a key of `settings`, a
+    mapping, a list of both, or None.
     """
     row_settings: list[Any] = []
     for pattern, value in grid.items():
@@ -332,8 +332,8 @@ def _expand_mapping(
         content: settings, and maybe a `defaults` list.
         file: the file that they come from, for errors.
         folders: folders of configs, in which experiments of the list are looked up.
-        inclusion_chain: the experiment that has these settings, after those that include it by their `defaults`, from
-            the outermost. (): a recipe or a row of a grid has these settings; its list cannot name experiments.
+        inclusion_chain: chain of experiments, each of which includes the next one by its `defaults`; the last one has
+            these settings. (): a recipe or a row of a grid has these settings; its list cannot name experiments.
 
     Raises:
         ConfigError: `defaults` is not a list, or an entry cannot be used.
