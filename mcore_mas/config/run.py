@@ -99,7 +99,10 @@ class RunConfig(RunSections):
 
 
 def _with_default_correction(config: RunConfig) -> RunConfig:
-    """Choose the correction `tis` if none is named and a trained policy's log-probabilities are not in float32."""
+    """Set the correction `tis` if a trained policy's log-probabilities are not in float32.
+
+    A correction that the config sets is kept, also `none`.
+    """
     all_float32 = all(config.precision_of(policy) == "float32" for policy in config.trained)
     if "correction" in config.loss.model_fields_set or all_float32:
         return config
