@@ -22,8 +22,8 @@ def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
 
     At `tiny`, files of `data/` and folders of `models/` are read below the results folder, where the pipeline makes
     them. A retriever on other servers, or over a published index, is replaced by one that the run starts. A coach is
-    left out, and the outcome of the trajectory replaces the reward from its scores. `drawn_reward` is added to every
-    turn's reward, so that there is something to learn.
+    left out; the reward, which may use its scores, is then the outcome of the trajectory. `drawn_reward` is added to
+    every turn's reward, so that there is something to learn.
 
     Raises:
         ConfigError: a policy is a remote model.
@@ -95,9 +95,11 @@ def _scaled_policy(policy: Mapping[str, Any], results: Path) -> dict[str, Any]:
 
 
 def _scaled_reward(reward: Mapping[str, Any], *, has_coach: bool) -> dict[str, Any]:
+    # Penalties are added to the reward of a turn.
     penalties = {**reward.get("penalties", {}), _DRAWN_REWARD: {}}
     scaled = {**reward, "penalties": penalties}
     if has_coach:
+        # The reward may use scores of the coach, which a tiny run leaves out.
         scaled["name"] = "shared_outcome"
         scaled["options"] = {}
     return scaled
