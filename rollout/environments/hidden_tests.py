@@ -155,8 +155,8 @@ class HiddenTestFile:
         tests: test functions by qualified name, such as `TestAdd.test_one`. A name has several if the
             file defines it several times, for example in both branches of an `if`.
         withheld: withheld values of parameters by number.
-        stable_names: module-level names that are bound once, and whose values the tests never
-            change.
+        stable_names: module-level names that are bound once, and whose values no test is seen to
+            change (see `_names_that_may_change`). Tests that end after such a value has changed fail.
         constants: the stable names that are bound to a literal, with the values that they have in
             the instrumented source; a withheld value is None there.
         names: all names that the file may bind at module level; None if they are unknown.
@@ -221,7 +221,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _test_functions(tree: ast.Module) -> list[tuple[str, _Function]]:
-    """Return the test functions and methods, each after its qualified name."""
+    """Return the qualified name and the definition of each test function or method."""
     functions: list[tuple[str, _Function]] = []
 
     def collect(statements: Sequence[ast.stmt], prefix: str) -> None:
@@ -750,7 +750,11 @@ _ALIASING = ast.keyword | ast.Starred | ast.Assign | ast.Return  # may give a va
 
 
 def _names_that_may_change(tree: ast.Module) -> set[str]:
-    """Return the names whose value may change, such as x in `x.sort()`, `x[0] = 1`, `f(x)` and `y = x`."""
+    """Return the names whose value may change, such as x in `x.sort()`, `x[0] = 1`, `f(x)` and `y = x`.
+
+    A read such as `x[0]` counts too, because the element may be changed. Changes through a loop
+    `for y in x`, or through a tuple as in `y, z = x, 1`, are not recognized.
+    """
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
