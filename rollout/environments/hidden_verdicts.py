@@ -246,7 +246,8 @@ class _Judge:
             events: events of the test.
 
         Returns:
-            Expected values of the open sites by key (see `_TestVerdict`); None if a value is wrong.
+            Expected values of the open sites by key (see `_TestVerdict`); None if a value is wrong, or
+            if an event names a site that the file lacks or a withheld value that is not the test's.
         """
         open_sites: dict[str, Any] = {}
         for kind, *values in events:
@@ -335,8 +336,8 @@ def _pytest_has_passed(events: Sequence[_Event]) -> bool:
 def _compares_rightly(site: Site, true_operators: Sequence[str], candidates: Candidates) -> bool:
     """Return True if a comparison with the expected value is true and distinguishes it from decoys.
 
-    `==` may also be true for a quarter of the decoys. `in`, `<`, `<=`, `>` and `>=` must be false for
-    at least one decoy. `!=` and `not in` only need to be true for the expected value.
+    `==` may also be true for up to a quarter of the decoys. `in`, `<`, `<=`, `>` and `>=` must be
+    false for at least one decoy. `!=` and `not in` only need to be true for the expected value.
 
     Args:
         site: comparison.
