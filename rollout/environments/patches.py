@@ -53,7 +53,8 @@ def parse_patch(text: str) -> list[Edit]:
     The text up to the last `</think>` is ignored.
 
     Raises:
-        BadPatch: the text has no edit, a path leads out of the repository, or a hunk has no file.
+        BadPatch: the text has no edit, a path is refused (see `_repository_path`), or a hunk has no
+            file.
     """
     text = after_thought(text)
     edits = []
@@ -231,7 +232,8 @@ def _repository_path(text: str) -> str:
     """Return a path within the repository, without the prefixes a/ and b/ of diffs.
 
     Raises:
-        BadPatch: the path is empty, absolute, too long or leads out of the repository.
+        BadPatch: the path is empty, absolute, too long or not printable, or leads out of the
+            repository.
     """
     name = re.sub(r"^[ab]/", "", text.strip().strip('"'))
     path = PurePosixPath(name)
