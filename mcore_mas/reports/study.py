@@ -33,7 +33,8 @@ def study_stability(
 ) -> None:
     """Write a study that compares the estimators of each team's trainings over their seeds.
 
-    If all runs of a team have the same estimator, they are compared by their names without the seed.
+    If a team has one estimator, or several runs with the same estimator and seed, its runs are compared
+    by their names without the seed.
 
     Args:
         runs: resolved configs of finished runs by name.
@@ -151,21 +152,31 @@ def _measure_runs(
 ) -> list[dict[str, Any]]:
     """Return a row for each run of a team: its setting, its seed and all its measures.
 
-    The setting is the estimator, or the run's name without the seed if the team has one estimator.
-
     Args:
         runs: configs of the team's runs by name.
         base_evaluation_owner: for each run, the run that has the evaluation of its untrained team.
     """
-    estimators = {config["advantage"]["name"] for config in runs.values()}
+    settings = _settings_of_runs(runs)
     rows = []
     for run, config in runs.items():
-        setting = config["advantage"]["name"]
-        if len(estimators) == 1:
-            setting = run.removesuffix(f"_{config['seed']}")
         measures = _measure_run(run, base_evaluation_owner[run], config)
-        rows.append({"setting": setting, "seed": config["seed"], **measures})
+        rows.append({"setting": settings[run], "seed": config["seed"], **measures})
     return rows
+
+
+def _settings_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the setting of each run of a team: its estimator, or else its name without the seed.
+
+    The estimators are the settings if there are several, and each has at most one run of a seed.
+    Otherwise something else differs between the runs, for example the learning rate.
+    """
+    estimators = {run: config["advantage"]["name"] for run, config in runs.items()}
+    seeds = {run: config["seed"] for run, config in runs.items()}
+    is_one_estimator = len(set(estimators.values())) == 1
+    has_repeated_seeds = len({(estimators[run], seeds[run]) for run in runs}) < len(runs)
+    if is_one_estimator or has_repeated_seeds:
+        return {run: run.removesuffix(f"_{seeds[run]}") for run in runs}
+    return estimators
 
 
 def _measure_run(run: str, base_run: str, config: Mapping[str, Any]) -> dict[str, float]:

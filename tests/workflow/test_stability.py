@@ -197,6 +197,28 @@ def test_runs_with_one_estimator_are_compared_by_their_names_without_the_seed(
     assert float(table["accuracy", "balanced - shared"]["value"]) == 0.25
 
 
+def test_two_experiments_of_a_team_with_the_same_estimators_are_not_pooled(tmp_path: Path) -> None:
+    accuracies = {"math_grpo": 0.5, "math_drmas": 0.75, "code_grpo": 0.25, "code_drmas": 0.125}
+    runs = {}
+    for name, accuracy in accuracies.items():
+        for seed in (1, 2):
+            run, config = make_run(tmp_path, name, seed, accuracy)
+            runs[run] = config | {"advantage": {"name": name.partition("_")[2]}}
+    table, text = run_study(tmp_path, runs)
+    settings = {
+        setting: float(row["value"])
+        for (measure, setting), row in table.items()
+        if measure == "accuracy"
+    }
+    assert settings == {
+        **accuracies,
+        "math_drmas - math_grpo": 0.25,
+        "code_grpo - math_grpo": -0.25,
+        "code_drmas - math_grpo": -0.375,
+    }
+    assert "**duo**, 2 seeds" in text
+
+
 def test_a_measure_that_a_run_does_not_have_is_unknown_and_not_0(tmp_path: Path) -> None:
     """Agent `b` speaks in one run only: its norm is that run's, and there is no difference of estimators."""
     runs = dict(
