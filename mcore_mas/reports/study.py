@@ -129,8 +129,9 @@ def skill_measures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the skill and the entropy of each agent over completed trajectories.
 
     The skill of an agent is the mean score "right" of its turns. This score is a metric of the
-    environment's steps; without it, as in most environments, the agent has no skill. The entropy is
-    the mean negative log-probability of the agent's sampled tokens.
+    environment's steps, such as those of workflow/studies/codebook.py; without it, as in most
+    environments, the agent has no skill. The entropy is the mean negative log-probability of the
+    agent's sampled tokens.
     """
     turns: list[Turn] = []
     for trajectory in trajectories:
@@ -242,7 +243,8 @@ def _read_accuracy(path: Path) -> float:
 def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the mean of each measure over seeds, with its 95 % interval.
 
-    There is a row for each setting, and one for each later setting minus the first.
+    Each measure has a row for each setting, and one for each later setting minus the first. A row is
+    left out if no seed has a value for it.
 
     Args:
         team: name of the team.
