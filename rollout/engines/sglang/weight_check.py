@@ -26,7 +26,8 @@ class WeightCheck:
             tell: called with one line if the servers return no checksums.
         """
         self._tell = tell
-        self._available: bool | None = None  # None until the first server is asked
+        # True if the servers have `_PATH`; None until the first server is asked.
+        self._available: bool | None = None
         self._url = ""  # URL of the first server checked after the present update
         self._checksums: list[dict[str, str]] = []  # its checksums by tensor name, for each rank
 
