@@ -7,7 +7,9 @@ id of its process, so that tests see which server replied.
 - Prompt [13] ends the process if the model's folder has a file `die`, and removes the file.
 - A request to free memory does the same with a file `die_at_release`.
 - Prompt [14] is answered after a minute.
-- Prompt [15] is answered after a request to /free.
+- Requests whose tokens begin with 15 are answered after a request to /free.
+
+Every token that a request scores has the log-probability -0.25.
 
 If the file of settings (`--config`) names a key, requests need it.
 
@@ -114,7 +116,7 @@ def sample(body: dict[str, Any]) -> dict[str, Any]:
         die_if_ordered("die")
     if body["input_ids"] == [14]:
         time.sleep(60)
-    if body["input_ids"] == [15]:
+    if body["input_ids"][:1] == [15]:
         FREE.wait(60)
     count = body["sampling_params"]["max_new_tokens"]
     token = os.getpid()
@@ -124,9 +126,19 @@ def sample(body: dict[str, Any]) -> dict[str, Any]:
         "output_token_logprobs": [[-0.5, token, None]] * count,
         "output_top_logprobs": [candidates[: body.get("top_logprobs_num", 0)]] * count,
         "weight_version": STATE["version"],
+        **scores(body),
         **routed_experts(body, count),
     }
     return {"output_ids": [token] * count, "meta_info": meta_info}
+
+
+def scores(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the log-probabilities of the request's own tokens, if it wants them."""
+    if "logprob_start_len" not in body:
+        return {}
+    first, *rest = body["input_ids"][body["logprob_start_len"] :]
+    entries = [[None, first, None], *([-0.25, token, None] for token in rest)]
+    return {"input_token_logprobs": entries}
 
 
 def routed_experts(body: dict[str, Any], count: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout.base.errors import EngineError
 from rollout.engines.protocol import ScoredReply, TokenCallback
@@ -19,6 +19,8 @@ from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.adapter_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 from rollout.sync.transport import SyncRoute, WeightUpdate
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(slots=True)
@@ -31,8 +33,8 @@ class _AdapterSlot:
             model computes the requests.
         folder: folder from which the servers read the present version.
         version: number of the present version.
-        open_requests: number of open requests of each version, by its name; None is the bare model.
-            While a version is being loaded, its update counts as a request.
+        open_requests: number of open calls for completions and scores of each version, by its name; None
+            is the bare model. While a version is being loaded, its update counts as a call.
     """
 
     shape: AdapterShape
@@ -70,30 +72,46 @@ class AdapterServers(SGLangEngine):
         Args:
             adapter: number of the adapter, from 1.
         """
-        slot = self._slots[adapter]
+        request = partial(super().stream, prompt_ids, sampling, on_tokens)
+        completion, version = await self._call_with_version(self._slots[adapter], request)
+        span = VersionSpan(version=version, start=0, end=len(completion.token_ids))
+        return replace(completion, versions=(span,))
+
+    async def score(  # type: ignore[override]
+        self, replies: Sequence[ScoredReply], adapter: int
+    ) -> list[list[float]]:
+        """Return the log-probabilities of replies; see `ScoringEngine`.
+
+        Args:
+            adapter: number of the adapter, from 1.
+        """
+        request = partial(super().score, replies)
+        logprobs, _version = await self._call_with_version(self._slots[adapter], request)
+        return logprobs
+
+    async def _call_with_version(
+        self, slot: _AdapterSlot, request: Callable[[str | None], Awaitable[_Answer]]
+    ) -> tuple[_Answer, int]:
+        """Call `request` with the name of the present version, which stays loaded until the call ends.
+
+        Returns:
+            The answer, and the number of the version.
+        """
         while True:
             name = slot.name
             version = slot.version
             starts = self.starts
             slot.open_requests[name] += 1
             try:
-                completion = await super().stream(prompt_ids, sampling, on_tokens, name)
+                return await request(name), version
             except EngineError:
                 if name == slot.name or starts == self.starts:
                     raise
-                # A server was started again meanwhile, and has the present version only.
-                continue
+                # A server was started again meanwhile, and has the present version only. The loop
+                # repeats the call with that version.
             finally:
                 slot.open_requests[name] -= 1
                 self._unload_unused_versions(slot)
-            span = VersionSpan(version=version, start=0, end=len(completion.token_ids))
-            return replace(completion, versions=(span,))
-
-    async def score(  # type: ignore[override]
-        self, replies: Sequence[ScoredReply], adapter: int
-    ) -> list[list[float]]:
-        """Return the log-probabilities of replies with an adapter, by its number from 1."""
-        return await super().score(replies, self._slots[adapter].name)
 
     async def adapter_route(self, number: int) -> SyncRoute:
         """Return the route to an adapter's folder."""

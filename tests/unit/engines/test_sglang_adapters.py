@@ -19,7 +19,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.worker_groups import list_worker_groups
 from rollout.base.errors import EngineError
 from rollout.base.terminal import say
-from rollout.engines import EngineConfig
+from rollout.engines import EngineConfig, ScoredReply
 from rollout.engines.adapters import AdapterEngine, adapter_engines
 from rollout.engines.sglang.adapters import AdapterServers
 from rollout.engines.sglang.engine import SGLangEngine
@@ -148,6 +148,26 @@ def test_a_version_is_unloaded_when_its_last_request_has_ended(make: Make) -> No
         assert spans(await running) == [(1, 0, 3)]
         await asyncio.gather(*engine.host.background)
         assert await loaded_adapters(engine) == ["1-v3"]
+
+    asyncio.run(play())
+
+
+def test_a_version_stays_loaded_until_its_replies_are_scored(make: Make) -> None:
+    (engine,) = make(shape())
+    blocked = ScoredReply(prompt_ids=[15], completion_ids=[7, 8])
+    other = ScoredReply(prompt_ids=[1], completion_ids=[9])
+
+    async def play() -> None:
+        await engine.load_weights(adapter_tensors(), 1)
+        running = asyncio.create_task(engine.score([blocked, other]))
+        await wait_for_request(engine)
+        await engine.load_weights(adapter_tensors(), 2)
+        assert not engine.host.background  # no request to unload the version
+        assert await loaded_adapters(engine) == ["1-v1", "1-v2"]
+        await engine.host.fleet.replicas[0].client.call("/free", {})
+        assert await running == [[-0.25, -0.25], [-0.25]]
+        await asyncio.gather(*engine.host.background)
+        assert await loaded_adapters(engine) == ["1-v2"]
 
     asyncio.run(play())
 
