@@ -1,7 +1,7 @@
 """Reward allocation: helpers of all allocators, and allocators that use a trajectory's outcome or answer alone."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -132,7 +132,7 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
     An agent is judged by its turns with a score `local` or `undecided`, and by the completed and the
     undecided trajectories in which it spoke last. If more than `max_share` of them are undecided, its
     undecided turns get the score `local` 0, and its undecided trajectories are completed with outcome
-    0; their turns get the score `team` 0 unless they have one.
+    0. In these trajectories, turns without a reward of the team get one of 0.
 
     Args:
         groups: groups of one step.
@@ -182,9 +182,13 @@ def _count_as_wrong(trajectory: Trajectory, agents: Container[str]) -> Trajector
     )
     if not turns or turns[-1].agent not in agents or not _is_undecided(trajectory):
         return replace(trajectory, turns=turns)
-    turns = tuple(replace(turn, scores={"team": 0.0, **turn.scores}) for turn in turns)
     return replace(
-        trajectory, turns=turns, status=Status.COMPLETED, error="", outcome=0.0, answer=""
+        trajectory,
+        turns=_with_team_zero(turns),
+        status=Status.COMPLETED,
+        error="",
+        outcome=0.0,
+        answer="",
     )
 
 
@@ -193,6 +197,24 @@ def _with_local_zero(turn: Turn) -> Turn:
         return turn
     decided = {name: value for name, value in turn.scores.items() if name != "undecided"}
     return replace(turn, scores={**decided, "local": 0.0})
+
+
+def _with_team_zero(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Set the scores that contain the team's reward as for a reward of 0, on turns that lack them.
+
+    These are `team` and, in a tree, `branch`: the sum of the node's local scores and the team's
+    reward. The turns of a tree's last round lack `branch` if all branches of that round failed.
+    """
+    local_by_node: dict[str, float] = defaultdict(float)  # sums of local scores
+    for turn in turns:
+        local_by_node[turn.node] += turn.scores.get("local", 0.0)
+    result = []
+    for turn in turns:
+        scores = {"team": 0.0, **turn.scores}
+        if turn.node and "branch" not in scores:
+            scores["branch"] = local_by_node[turn.node]
+        result.append(replace(turn, scores=scores))
+    return tuple(result)
 
 
 def shared_outcome(group: Group) -> Group:

@@ -218,3 +218,30 @@ def test_turns_of_an_agent_that_is_undecided_too_often_are_wrong() -> None:
     assert scores_by_turn[1] == {"local": 0.0}
     assert scores_by_turn[2] == {"local": 1.0}
     assert scores_by_turn[3] == {"local": 0.0}
+
+
+def test_a_tree_whose_branches_are_all_undecided_is_wrong() -> None:
+    replies = {("solver", 0, ""): RIGHT, ("solver", 0, "1"): WRONG}
+    roles = {"solver": "self_verifier"}
+    tree = grow("self_verify", roles, replies, task=UNDECIDABLE_TASK, max_turns=1)
+    assert tree.failure_reason == "undecided"
+    assert [turn.scores for turn in tree.turns] == [UNDECIDED_SCORES]
+    (judged,) = judge_undecided([Group(task=UNDECIDABLE_TASK, trajectories=(tree,))], 0.05)
+    assert judged.trajectories[0].outcome == 0.0
+    assert rewards(ALLOCATORS["local_team"](judged)) == [[0.0]]
+    assert rewards(ALLOCATORS["tree_shaping"](judged)) == [[0.0]]
+
+
+def test_the_undecided_last_round_of_a_tree_gets_no_reward_of_the_team() -> None:
+    turns = [
+        turn(0, "a", {"local": 1.0, "team": 2.0, "branch": 3.0}, node="0"),
+        turn(0, "a", {"local": 0.0, "team": 0.5, "branch": 0.5}, node="1"),
+        turn(1, "a", {"local": 1.0}, node="0.0"),
+        turn(2, "b", UNDECIDED_SCORES, node="0.0"),
+    ]
+    tree = replace(undecided(0, "b"), turns=tuple(turns), leaf="0.0")
+    (judged,) = judge_undecided([group(tree)], 0.05)
+    assert scores(judged.trajectories[0], "team") == [2.0, 0.5, 0.0, 0.0]
+    assert scores(judged.trajectories[0], "branch") == [3.0, 0.5, 1.0, 1.0]
+    # 1 + (3 - 1), 0 + (0.5 - 0), 1 + (1 - 1), 0 + (1 - 1)
+    assert rewards(ALLOCATORS["local_team"](judged)) == [[3.0, 0.5, 1.0, 0.0]]
