@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.base.errors import EnvError
+from rollout.base.errors import EnvError, Undecided
 from rollout.base.section import Names
 from rollout.environments.protocol import PlayedEnv, Step, after_thought
 from rollout.orchestras.thompson_search import POSTERIORS, SearchNode, TreeSearch
@@ -75,6 +75,7 @@ async def ab_mcts(
 
     Raises:
         ValueError: `trainer.branching` already makes a tree of the trajectory.
+        Undecided: the environment cannot grade an attempt; its turn has the score `undecided` = 1.
         EnvError: the environment cannot preview, lacks the metric `grading.measure`, or gave a
             grade outside of [0, 1] with the posterior `beta`.
     """
@@ -93,7 +94,15 @@ async def ab_mcts(
             grade = grading.malformed
             feedback = _MALFORMED_FEEDBACK
         else:
-            preview = await _preview(env, reply.value, grading.measure)
+            try:
+                preview = await _preview(env, reply.value, grading.measure)
+            except Undecided:
+                # The trajectory fails. If it is counted as wrong, its turns are trained on, and then
+                # this one must be a node too.
+                node = search.add(parent, agent, grading.malformed)
+                team.set_node(reply.turn, node.name)
+                team.score(reply.turn, undecided=1.0)
+                raise
             grade = _grade_of(preview, grading.measure)
             feedback = preview.observation
         if posterior == "beta" and not 0.0 <= grade <= 1.0:

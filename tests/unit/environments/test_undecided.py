@@ -245,3 +245,12 @@ def test_the_undecided_last_round_of_a_tree_gets_no_reward_of_the_team() -> None
     assert scores(judged.trajectories[0], "branch") == [3.0, 0.5, 1.0, 1.0]
     # 1 + (3 - 1), 0 + (0.5 - 0), 1 + (1 - 1), 0 + (1 - 1)
     assert rewards(ALLOCATORS["local_team"](judged)) == [[3.0, 0.5, 1.0, 0.0]]
+
+
+def test_an_undecided_attempt_of_ab_mcts_is_wrong() -> None:
+    roles = {"generator": "tree_solver"}
+    played, _ = play("ab_mcts", roles, WRONG, task=UNDECIDABLE_TASK, max_nodes=2)
+    assert played.failure_reason == "undecided"
+    assert [(turn.node, turn.scores) for turn in played.turns] == [("0", UNDECIDED_SCORES)]
+    (judged,) = judge_undecided([Group(task=UNDECIDABLE_TASK, trajectories=(played,))], 0.05)
+    assert rewards(ALLOCATORS["tree_shaping"](judged)) == [[0.0]]
