@@ -19,7 +19,7 @@ class RewardError(ValueError):
 
 
 def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None]]) -> Group:
-    """Set the rewards of every completed trajectory of a group; failed trajectories are unchanged.
+    """Set the rewards of every completed trajectory of a group; all others are unchanged.
 
     Args:
         group: trajectories of one task.
@@ -70,7 +70,7 @@ def describe_position(trajectory: Trajectory, turn: Turn | None = None) -> str:
 
 
 def require_no_tree(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory; raise RewardError if it is a tree, whose other branches have no outcome."""
+    """Return the trajectory; raise RewardError if it is a tree, whose turns off the path have no outcome."""
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
             f"{describe_position(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
@@ -193,10 +193,11 @@ def _count_as_wrong(trajectory: Trajectory, agents: Container[str]) -> Trajector
 
 
 def _with_local_zero(turn: Turn) -> Turn:
+    """Replace the score `undecided` of a turn, if it has one, by the score `local` 0."""
     if "undecided" not in turn.scores:
         return turn
-    decided = {name: value for name, value in turn.scores.items() if name != "undecided"}
-    return replace(turn, scores={**decided, "local": 0.0})
+    other_scores = {name: value for name, value in turn.scores.items() if name != "undecided"}
+    return replace(turn, scores={**other_scores, "local": 0.0})
 
 
 def _with_team_zero(turns: Sequence[Turn]) -> tuple[Turn, ...]:

@@ -19,10 +19,10 @@ def local_team(
     """Reward every turn with its score "local" plus alpha times the team's reward.
 
     A turn whose score "local" is undecided is masked. The team's reward is the turn's score "team",
-    except in a tree. There, "team" may include rewards of later steps, which a branch that did not
-    continue never reached. The team's reward in a tree is therefore that of the steps between the
-    turn's node and the next one, times `trainer.branching.alpha`. A run may change only one of the
-    two alphas from 1, because both multiply this reward.
+    except in a tree. There, the scores "team" of a branch that continued may include rewards of
+    later steps, which the other branches never reached. The team's reward in a tree is therefore
+    that of the steps between the turn's node and the next one, times `trainer.branching.alpha`. A run
+    may change only one of the two alphas from 1, because both multiply this reward.
 
     Args:
         alpha: weight of the team's reward.
@@ -206,14 +206,12 @@ def shaping(
     def rewards(trajectory: Trajectory) -> list[float | None]:
         turns = allocation.require_no_tree(trajectory).turns
         scores = [allocation.local_score(trajectory, turn, measure) for turn in turns]
-        final_by_agent = {turn.agent: score for turn, score in zip(turns, scores, strict=True)}
+        final_scores = _final_scores(turns, scores, history)
+        if beta == 0:
+            # Without its weight, R_final adds nothing, and an undecided one masks no turn.
+            final_scores = [0.0] * len(turns)
         result: list[float | None] = []
-        for i, (turn, score) in enumerate(zip(turns, scores, strict=True)):
-            final_score: float | None = 0.0  # any number will do if beta, its weight, is 0
-            if beta and history in _HISTORIES_WITH_FINAL_SCORE_BY_AGENT:
-                final_score = final_by_agent[turn.agent]
-            elif beta:
-                final_score = scores[-1]
+        for i, (score, final_score) in enumerate(zip(scores, final_scores, strict=True)):
             if score is None or final_score is None:
                 result.append(None)
                 continue
@@ -225,6 +223,17 @@ def shaping(
         return result
 
     return allocate(group, rewards)
+
+
+def _final_scores(
+    turns: Sequence[Turn], scores: Sequence[float | None], history: History
+) -> list[float | None]:
+    """Return R_final of every turn; None if it is undecided."""
+    if history not in _HISTORIES_WITH_FINAL_SCORE_BY_AGENT:
+        return [scores[-1] for _ in turns]
+    # A later score of an agent replaces its earlier ones.
+    final_by_agent = {turn.agent: score for turn, score in zip(turns, scores, strict=True)}
+    return [final_by_agent[turn.agent] for turn in turns]
 
 
 def tree_shaping(
