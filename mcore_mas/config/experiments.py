@@ -380,5 +380,5 @@ def _override(entry: Any, file: Path) -> dict[str, Any]:
 def _unknown_default(key: Any, file: Path) -> ConfigError:
     return ConfigError(
         f"{file}: '{key}' in defaults; expected `override /GROUP: NAME` with one of the groups "
-        f"{', '.join(GROUPS)}, or in an experiment the name of another one"
+        f"{', '.join(GROUPS)}, or, at the top level of an experiment's file, the name of another experiment"
     )

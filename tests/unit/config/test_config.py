@@ -485,6 +485,10 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
         ),
         (b"defaults: [override /team: chian]", "no team 'chian' in the configs; nearest: chain"),
         (b"defaults: [[demo_math]]", "experiment/mine.yaml: '['demo_math']' in defaults; expected"),
+        (
+            b"grid: {mine: {defaults: [demo_math]}}",
+            "or, at the top level of an experiment's file, the name of another experiment",
+        ),
         (b"defaults: [demo_math]\n3: 4", "3: unknown key; known here: run, results, "),
         (b"day: 2024-13-01", "mine.yaml has a value that cannot be converted: month must be in"),
         (
