@@ -263,7 +263,7 @@ def _conflict_with_replays(config: RunSections) -> str:
 
 
 def _check_credit(config: RunSections) -> None:
-    """Check what the advantage estimators and the filter need, and that `alpha` is not applied twice."""
+    """Check that the advantage estimators and the filter have their inputs, and `alpha` is not applied twice."""
     for agent in config.agents:
         _check_advantage(config, agent)
     if config.filter is not None:
@@ -392,7 +392,11 @@ def _check_teachers(config: RunSections) -> None:
 
 
 def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> None:
-    """Check that a teacher gives log-probabilities of a prompt, at the length and temperatures of its student."""
+    """Check that a teacher can score the replies of its student: their lengths, and the agents' temperatures.
+
+    The length that a remote model takes is not known here. The teacher's context is not counted: `Teachers.score`
+    leaves out replies that are too long with it.
+    """
     key = f"policies.{student}.teacher"
     remote = config.policies[teacher].remote
     engine = for_policy(config, teacher).engine
