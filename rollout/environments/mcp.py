@@ -151,8 +151,8 @@ def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Too
     Args:
         session: `mcp.ClientSession` of the server.
         description: `mcp.types.Tool`.
-        record: record of the calls, which answers them when a trajectory is replayed after a
-            restart; None if the calls may be repeated.
+        record: record of the calls, for a server whose calls must not be repeated when a trajectory
+            is replayed after a restart; None if they may be repeated.
     """
     name = description.name
 
@@ -182,7 +182,7 @@ def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Too
     )
     hints = description.annotations
     read_only = bool(hints and hints.read_only_hint)
-    # A replay calls `run` again; for a server that acts outside the run it returns recorded results.
+    # A replay always calls `run` again. With a record, `run` then returns the recorded result.
     return Tool(schema=schema, run=run, parallel=read_only, repeat_on_replay=True)
 
 
