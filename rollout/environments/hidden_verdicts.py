@@ -306,7 +306,8 @@ class _Judge:
     def _original_name(self, name: str) -> str:
         """Return the name that a test has in the original file.
 
-        A parameter that is `withheld<number>` in the sandbox is replaced by its value there.
+        In the sandbox, `withheld<number>` stands for a withheld value of a parameter. It is replaced
+        by the text that pytest puts into the original name for this value.
         """
         function, bracket, parameters = name.partition("[")
         if not bracket:
@@ -322,7 +323,11 @@ class _Judge:
 
 
 def _pytest_has_passed(events: Sequence[_Event]) -> bool:
-    """Return True if pytest reports that a test has run and passed in all of its phases."""
+    """Return True if pytest reports that a test has run and passed in all of its phases.
+
+    A test with the mark `xfail` does not pass: if it fails, pytest reports that it was skipped; if it
+    succeeds, pytest reports that it has passed, but as an expected failure.
+    """
     has_run = False
     for kind, *values in events:
         if kind == "report":

@@ -255,6 +255,13 @@ def test_an_infinite_value_is_compared(box: Sandbox, tmp_path: Path) -> None:
     assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("body", ["return a + b", "return a - b"])
+def test_a_test_with_the_mark_xfail_does_not_pass(body: str, box: Sandbox, tmp_path: Path) -> None:
+    hidden_test = f"import pytest\n\n@pytest.mark.xfail\n{LITERAL}"
+    step = play_patch(box, tmp_path, patch_of_add(body), hidden_test)
+    assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
+
+
 # The first branch defines the test, which ends in a handler.
 CONDITIONAL = """
 import sys
