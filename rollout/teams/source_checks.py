@@ -57,34 +57,73 @@ def _field_names(template: str) -> list[str]:
 def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | None:
     """Return the slots that an orchestra may fill for an agent, according to the source of its module.
 
-    If all slots are keyword arguments of the calls that name the agent, these are returned. Otherwise
-    all keyword arguments and string literals of the module are: too many rather than too few.
+    If the module asks the agent only by `act` with keyword arguments, as in
+    `team.act("writer", problem=...)`, these are the keyword arguments of the calls. Otherwise they are
+    all keyword arguments and string literals of the module: too many rather than too few.
 
     Returns:
-        None if the source does not show them: it is missing, or slots may come from another module or a
-        `**`.
+        None if the source does not show the slots: it is missing, or the agent is also asked in another
+        way, and slots may come from another module or from the `**` of anything but a dict literal.
     """
     nodes = _module_nodes(orchestra)
     if nodes is None:
         return None
     calls = [node for node in nodes if isinstance(node, ast.Call)]
+    module_name = getattr(_innermost_function(orchestra), "__module__", "")
+    is_shipped = module_name.startswith("rollout.")
 
-    agent_calls = [call for call in calls if _names_agent(call, agent)]
-    keywords = _keyword_names(agent_calls)
-    # A chat is opened without slots. They come with a later call that does not name the agent.
-    opens_chat = any(
-        isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in agent_calls
-    )
-    if keywords and None not in keywords and not opens_chat:
-        return frozenset(name for name in keywords if name)
+    slots = _slots_of_acts(calls, agent, is_shipped)
+    if slots:
+        return slots
 
     words = {name for name in _keyword_names(calls) if name}
     words |= _string_literals(nodes)
-    module_name = getattr(_innermost_function(orchestra), "__module__", "")
-    is_shipped = module_name.startswith("rollout.")
     if not is_shipped and _slots_may_come_from_elsewhere(nodes, calls):
         return None
     return frozenset(filter(str.isidentifier, words))
+
+
+def _slots_of_acts(
+    calls: Sequence[ast.Call], agent: str, is_shipped: bool
+) -> frozenset[str] | None:
+    """Return the keyword arguments of all `act` calls that may ask an agent.
+
+    Args:
+        calls: calls of the orchestra's module.
+        agent: name of the agent.
+        is_shipped: True if the module is one of this project.
+
+    Returns:
+        None if the agent may get other slots: by a `**`, in a chat, or from a helper function; also if
+        no call names it.
+    """
+    agent_calls = [call for call in calls if _names_agent(call, agent)]
+    for call in agent_calls:
+        method = _method_name(call)
+        if method == "chat":
+            return None  # the slots come with a later call, which does not name the agent
+        # The keyword arguments of a helper function need not be slots, and it may fill others. Only
+        # the helpers of shipped orchestras are known to pass on their keyword arguments as slots.
+        if method != "act" and not is_shipped:
+            return None
+    if not agent_calls:
+        return None
+
+    # A name that is not a literal may be that of this agent.
+    acts_by_variable = [
+        call
+        for call in calls
+        if _method_name(call) == "act" and call.args and not isinstance(call.args[0], ast.Constant)
+    ]
+    keywords = _keyword_names([*agent_calls, *acts_by_variable])
+    if None in keywords:
+        return None
+    return frozenset(name for name in keywords if name)
+
+
+def _method_name(call: ast.Call) -> str:
+    """Return the name of the method that a call calls, or "" if it calls something else."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,9 @@ from rollout.teams.source_checks import (
 )
 from rollout.teams.team import TeamSession
 
+# The agent of `relay`. Calls of the tests with its name as a literal would count as calls of helpers.
+DRAFTER = "drafter"
+
 
 async def relay(task, team, env):
     reply = await team.act("drafter", problem=task.prompt)
@@ -29,13 +32,40 @@ async def relay(task, team, env):
 
 
 def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
-    assert filled_slots(relay, "drafter") == {"problem"}
+    assert filled_slots(relay, DRAFTER) == {"problem"}
     # The slots of the editor are in a variable, which imported modules might have changed.
     assert filled_slots(relay, "editor") is None
     assert template_slots("a", "{problem} {draft.text} {{no}}") == ["problem", "draft"]
     assert template_slots("a", "{number:{width}}") == ["number", "width"]
     with pytest.raises(ValueError, match="a slot without a name"):
         template_slots("a", "{}")
+
+
+def test_the_keywords_of_a_helper_are_not_taken_for_all_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "helped.py").write_text(
+        "async def ask(team, agent, task, tries):\n"
+        "    await team.act(agent, question=task.prompt)\n"
+        "async def play(task, team, env):\n"
+        "    await ask(team, 'solver', task, tries=3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert filled_slots(import_module("helped").play, "solver") == {"question", "tries", "solver"}
+
+
+def test_an_agent_in_a_variable_may_be_any_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looped.py").write_text(
+        "async def play(task, team, env):\n"
+        "    for agent in ('poet', 'critic'):\n"
+        "        await team.act(agent, draft=task.prompt)\n"
+        "    await team.act('critic', problem=task.prompt)\n"
+        "    env.act()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert filled_slots(import_module("looped").play, "critic") == {"draft", "problem"}
 
 
 def test_the_registration_of_an_agent_fills_no_slots(
@@ -180,7 +210,7 @@ def test_code_of_another_file_is_not_checked_against_the_file_of_its_caller(tmp_
     )
     # A launcher that executes a script gives its functions the launcher's module.
     launched = run_path(str(script), run_name=__name__)["launched"]
-    assert filled_slots(launched, "drafter") is None
+    assert filled_slots(launched, DRAFTER) is None
 
 
 OTHERS: Any = None
