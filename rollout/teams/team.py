@@ -391,7 +391,7 @@ class TeamSession:
 
         Args:
             call: call of an agent.
-            node: node of the turn in a tree; "" without a tree.
+            node: `Turn.node` of the turn.
 
         Returns:
             The turn, which is not recorded yet, and the reply.
