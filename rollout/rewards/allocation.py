@@ -132,7 +132,8 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
     An agent is judged by its turns with a score `local` or `undecided`, and by the completed and the
     undecided trajectories in which it spoke last. If more than `max_share` of them are undecided, its
     undecided turns get the score `local` 0, and its undecided trajectories are completed with outcome
-    0. In these trajectories, turns without a reward of the team get one of 0.
+    0. The turns of these trajectories that lack the score `team` get `team` 0; in a tree, those that
+    lack the score `branch` get the sum of the local scores of their node.
 
     Args:
         groups: groups of one step.
