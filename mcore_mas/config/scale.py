@@ -21,9 +21,9 @@ def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     """Return the sections of a composed config at a scale, "paper" or "tiny".
 
     At `tiny`, files of `data/` and folders of `models/` are read below the results folder, where the pipeline makes
-    them. A retriever on other servers, or over a published index, is replaced by one that the run starts. A coach is
-    left out; the reward, which may use its scores, is then the outcome of the trajectory. `drawn_reward` is added to
-    every turn's reward, so that there is something to learn.
+    them. Generated tables take the place of DSBench's tasks. A retriever on other servers, or over a published index,
+    is replaced by one that the run starts. A coach is left out; the reward, which may use its scores, is then the
+    outcome of the trajectory. `drawn_reward` is added to every turn's reward, so that there is something to learn.
 
     Raises:
         ConfigError: a policy is a remote model.
