@@ -341,7 +341,7 @@ def _check_engines(config: RunSections) -> None:
     may_use_cpu = config.engine.name == "embedded" and config.engine.device != "cuda"
     if threads > 1 and config.engine.deterministic and may_use_cpu:
         raise ValueError(
-            f"cluster.threads_per_process: {threads}, but on a CPU engine.deterministic needs 1 thread for equal "
+            f"cluster.threads_per_process: {threads}, but on a CPU, engine.deterministic needs 1 thread for equal "
             "bits; set threads_per_process to 1, or leave it out"
         )
     if config.engine.router_replay and not config.models:
@@ -349,19 +349,27 @@ def _check_engines(config: RunSections) -> None:
             "engine.router_replay: remote models do not report their experts; leave it out"
         )
     for name in config.models:
-        policy = config.policies[name]
-        engine = for_policy(config, name).engine
-        config.cluster.check_engine(name, engine)
-        if policy.share_base:
-            holder = config.holder(name)
-            holder_engine = for_policy(config, holder).engine
-            config.cluster.check_shared_engine(name, engine, holder, holder_engine)
-        if engine.adapters == "slots" and name in config.trained:
-            problem = "engine.adapters: slots is for policies with lora"
-            if policy.lora is not None:
-                problem = adapter_error(policy.lora.targets)
-            if problem:
-                raise ValueError(f"policies.{name}: {problem}")
+        _check_policy_engine(config, name)
+
+
+def _check_policy_engine(config: RunSections, name: str) -> None:
+    """Check that a policy's engine goes with the cluster, the policy's base model and its adapter."""
+    policy = config.policies[name]
+    engine = for_policy(config, name).engine
+    config.cluster.check_engine(name, engine)
+    if policy.share_base:
+        holder = config.holder(name)
+        holder_engine = for_policy(config, holder).engine
+        config.cluster.check_shared_engine(name, engine, holder, holder_engine)
+    if engine.adapters == "slots" and name in config.trained:
+        if policy.lora is None:
+            raise ValueError(
+                f"policies.{name}: engine.adapters: slots is for policies with lora; add policies.{name}.lora, or set "
+                "engine.adapters: merged"
+            )
+        error = adapter_error(policy.lora.targets)
+        if error:
+            raise ValueError(f"policies.{name}: {error}")
 
 
 def _check_teachers(config: RunSections) -> None:
@@ -441,14 +449,14 @@ def _check_collection_ahead(config: RunSections) -> None:
     staleness = max(config.staleness_of(name) for name in config.trained)
     if config.engine.sleep:
         raise ValueError(
-            f"engine.sleep: with a staleness of {staleness} engines sample while policies are trained, and cannot "
+            f"engine.sleep: with a staleness of {staleness}, engines sample while policies are trained, and cannot "
             "sleep; set engine.sleep to false, or staleness to 0"
         )
     for name, policy in config.policies.items():
         if policy.offload:
             raise ValueError(
                 f"policy '{name}': offload frees the trainer's memory while the team acts, and with a "
-                f"staleness of {staleness} the team acts while it trains; choose one of them"
+                f"staleness of {staleness}, the team acts while it trains; choose one of them"
             )
 
 

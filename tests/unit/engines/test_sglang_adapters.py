@@ -400,7 +400,7 @@ def test_policies_that_share_their_base_share_servers_too() -> None:
                 "~policies.solver.share_base",
                 "~policies.verifier.share_base",
             ],
-            "policies.solver: engine.adapters: slots is for policies with lora",
+            "policies.solver: engine.adapters: slots is for policies with lora; add policies.solver.lora, or",
         ),
         (
             ["+policies.verifier.lora.targets=[q]"],

@@ -268,7 +268,7 @@ def test_processes_that_run_at_the_same_time_share_the_cores(
     assert threads("+engine.deterministic=true") == 1
     with pytest.raises(
         ConfigError,
-        match=r"cluster.threads_per_process: 2, but on a CPU engine.deterministic needs 1 thread",
+        match=r"cluster.threads_per_process: 2, but on a CPU, engine.deterministic needs 1 thread",
     ):
         config("+engine.deterministic=true", "cluster.threads_per_process=2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

@@ -60,7 +60,7 @@ from tests.support.virtual_time import run_virtually
         ),
         (
             ["+trainer.staleness=1", "+engine.sleep=true"],
-            r"engine\.sleep: with a staleness of 1 engines sample while policies",
+            r"engine\.sleep: with a staleness of 1, engines sample while policies",
         ),
         (
             [
