@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 _MAX_ERROR_CHARS = 2000
+# Model that an environment calls if its configuration names none. The gateway gives the call to the
+# team's agent of this name or, if there is none, to the agent that the orchestra's option `models` names.
+_DEFAULT_MODEL = "agent"
 
 
 class LegacyEnvironment:
-    """An environment of verifiers 0.1, as a module's `load_environment` returns it."""
+    """An environment of verifiers 0.1, which a module's `load_environment` makes."""
 
     def __init__(self, env_id: str, options: Mapping[str, Any]) -> None:
         """Load the environment.
@@ -40,8 +43,13 @@ class LegacyEnvironment:
             )
 
     def tasks(self, limit: int) -> dict[str, list[Any]]:
-        """Return tasks to train on and, if the environment has them, tasks to evaluate on."""
+        """Return tasks to train on and, if the environment has them, tasks to evaluate on.
+
+        Args:
+            limit: maximum number of tasks of each kind.
+        """
         tasks = {"train": list(self.env.get_dataset(limit))}
+        # Without an evaluation set, get_eval_dataset would return the training set.
         if self.env.build_eval_dataset() is not None:
             tasks["evaluation"] = list(self.env.get_eval_dataset(limit))
         return tasks
@@ -53,11 +61,13 @@ class LegacyEnvironment:
             row: row of the environment's data set.
             url: base URL of the models.
             key_variable: environment variable that holds the API key of the models.
+
+        Raises:
+            RuntimeError: the episode failed.
         """
         types = importlib.import_module("verifiers.types")
         client = types.ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=0)
-        # The gateway maps the model `agent` to the agent that the option `models` names, else to that of this name.
-        output = await self.env.run_rollout(row, client, "agent", {})
+        output = await self.env.run_rollout(row, client, _DEFAULT_MODEL, {})
         if output["error"] is not None:
             raise RuntimeError(f"the rollout failed: {output['error']}")
         return {"reward": output["reward"], "metrics": output["metrics"]}
@@ -95,7 +105,11 @@ class TasksetEnvironment:
         self.task_type = type(self.env.taskset).task_type()
 
     def tasks(self, limit: int) -> dict[str, list[Any]]:
-        """Return tasks; a taskset has no tasks that are for evaluation only."""
+        """Return tasks; a taskset has no tasks that are for evaluation only.
+
+        Args:
+            limit: maximum number of tasks.
+        """
         tasks = itertools.islice(self.env.taskset, limit)
         return {"train": [task.data.model_dump(mode="json") for task in tasks]}
 
@@ -106,13 +120,19 @@ class TasksetEnvironment:
             row: row of the environment's data set.
             url: base URL of the models.
             key_variable: environment variable that holds the API key of the models.
+
+        Raises:
+            RuntimeError: the episode failed.
+            ValueError: the trained agents do not all have the same reward.
         """
         v1 = importlib.import_module("verifiers.v1")
         clients = importlib.import_module("verifiers.v1.clients")
         data = self.task_type.data_type().model_validate(row)
         task = self.task_type(data, self.env.config.taskset.task)
         client = v1.EvalClientConfig(base_url=url, api_key_var=key_variable)
-        context = clients.ModelContext(model="agent", client=client, sampling=v1.SamplingConfig())
+        context = clients.ModelContext(
+            model=_DEFAULT_MODEL, client=client, sampling=v1.SamplingConfig()
+        )
         async with self.env.serving():
             [slot] = self.env.slots(task)
             episode = await self.env.run_slot(slot, context)
