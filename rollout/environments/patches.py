@@ -110,7 +110,7 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text that end with a line feed, or a carriage return and a line feed.
+    """Split a text into lines at LF or CRLF; the line ends are left out.
 
     str.splitlines also ends lines at form feeds and other characters, which source files contain.
     """
@@ -173,6 +173,9 @@ def _parse_diff(text: str) -> list[Edit]:
     Models count the rows of a hunk badly, so the lengths in its header are ignored. A hunk ends at
     the next header, or at the first row that begins with none of space, `+`, `-` and backslash. An
     empty row is an empty line of context.
+
+    Raises:
+        BadPatch: a path is refused, or a hunk has no file.
     """
     edits: list[Edit] = []
     path = ""
@@ -198,7 +201,8 @@ def _parse_diff(text: str) -> list[Edit]:
             line = int(header.group(1))
         elif names_file:
             name = row[4:].split("\t")[0].strip()
-            if name != "/dev/null":  # the other side of a file that is created or removed
+            # `--- /dev/null` creates a file and `+++ /dev/null` removes one; the other row names it.
+            if name != "/dev/null":
                 path = _repository_path(name)
     edits += _edit_of_hunk(hunk, path, line)
     return edits
