@@ -74,7 +74,11 @@ class Target:
         return score
 
     def _true_cells(self, index: int) -> list[str]:
-        """Return the truth of a column."""
+        """Return the true cells of a column, one for each id.
+
+        Args:
+            index: index of the column in `predicted_columns`.
+        """
         if not self.columns:
             return list(self.truth.values())
         return [cells[index] for cells in self.truth.values()]
