@@ -232,11 +232,16 @@ def _names_agent(call: ast.Call, agent: str) -> bool:
 
 
 def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> bool:
-    """Return True if a module imports code of other packages, or passes `**` of anything but a dict literal."""
-    imported: set[str] = set()  # top-level packages; "" for a relative import
+    """Return True if slots may come from an imported module, or from the `**` of anything but a dict literal.
+
+    The modules of Python and of this project are taken to fill no slots of their own.
+    """
+    imported: set[str] = set()  # top-level packages
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            imported.add((node.module or "").split(".")[0])
+            if node.module is None or node.level > 0:
+                return True  # a relative import; its module may have the name of one of Python's
+            imported.add(node.module.split(".")[0])
         elif isinstance(node, ast.Import):
             imported.update(alias.name.split(".")[0] for alias in node.names)
     if not imported <= _OWN_PACKAGES | sys.stdlib_module_names:

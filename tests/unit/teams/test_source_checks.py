@@ -161,6 +161,23 @@ def test_slots_that_another_module_may_fill_are_unknown(
     assert filled_slots(import_module(script).relay, "writer") is None
 
 
+def test_a_module_of_the_users_package_is_not_taken_for_one_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "office"
+    package.mkdir()
+    (package / "calendar.py").write_text(
+        "async def ask(team, agent, task):\n    await team.act(agent, problem=task.prompt)\n"
+    )
+    (package / "relay.py").write_text(
+        "from .calendar import ask\n"
+        "async def relay(task, team, env):\n"
+        "    await ask(team, 'writer', task)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert filled_slots(import_module("office.relay").relay, "writer") is None
+
+
 async def revise(task, team, env):
     await team.act("editor", draft=(await team.act("writer")).text)
 
