@@ -326,7 +326,11 @@ class Chat:
         return ""
 
     async def _call(self, call: ToolUse, reply: AgentReply) -> str:
-        """Make a tool call; return its result, which says so if there is no such tool."""
+        """Make a tool call and return its result; if the call is wrong or fails, the result says why.
+
+        Raises:
+            EnvError: the tool failed for good.
+        """
         rules = self._agent.chats
         tool = self._tools.get(call.name)
         make_call = partial(

@@ -62,8 +62,9 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     all keyword arguments and string literals of the module: too many rather than too few.
 
     Returns:
-        None if the source does not show the slots: it is missing, or the agent is also asked in another
-        way, and slots may come from another module or from the `**` of anything but a dict literal.
+        None if the source does not show the slots: it is missing, or the agent may get slots in another
+        way, and these may come from another module or from the `**` of anything but a dict literal.
+        The source of an orchestra of this project always shows them.
     """
     nodes = _module_nodes(orchestra)
     if nodes is None:
@@ -88,22 +89,25 @@ def _slots_of_acts(
 ) -> frozenset[str] | None:
     """Return the keyword arguments of all `act` calls that may ask an agent.
 
+    In a module of this project, the keyword arguments of helper functions that are called with the
+    agent's name are among them.
+
     Args:
         calls: calls of the orchestra's module.
         agent: name of the agent.
         is_shipped: True if the module is one of this project.
 
     Returns:
-        None if the agent may get other slots: by a `**`, in a chat, or from a helper function; also if
-        no call names it.
+        None if the agent may get other slots: by a `**`, in a chat, or from a helper function of a user's
+        module; also if no call names the agent.
     """
     agent_calls = [call for call in calls if _names_agent(call, agent)]
     for call in agent_calls:
         method = _method_name(call)
         if method == "chat":
             return None  # the slots come with a later call, which does not name the agent
-        # The keyword arguments of a helper function need not be slots, and it may fill others. Only
-        # the helpers of shipped orchestras are known to pass on their keyword arguments as slots.
+        # A helper function may have keyword arguments that are no slots, and may fill slots that are
+        # not among them. Only the helpers of shipped orchestras are known to do neither.
         if method != "act" and not is_shipped:
             return None
     if not agent_calls:

@@ -31,7 +31,7 @@ from rollout.teams.roles import Agent, AgentReply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of an agent, which becomes a turn."""
+    """A request for an agent's reply; the reply becomes a turn."""
 
     index: int  # of the turn
     agent: Agent
@@ -390,7 +390,7 @@ class TeamSession:
         """Ask the call's policy, and parse its reply.
 
         Args:
-            call: call of an agent.
+            call: call that the policy answers.
             node: `Turn.node` of the turn.
 
         Returns:
