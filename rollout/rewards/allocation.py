@@ -369,7 +369,7 @@ def majority(group: Group) -> Group:
         for trajectory in group.trajectories
         if trajectory.status is Status.COMPLETED
     )
-    del votes[""]
+    del votes[""]  # no error without empty answers: a Counter ignores a missing key
     # r_i = 1 if the answer is the most frequent one, else 0. Source: TTRL (arXiv 2504.16084); MARTI, `ttrl`.
     most_frequent = max(votes, key=votes.__getitem__, default=None)  # max keeps the first of equals
     return allocate(
