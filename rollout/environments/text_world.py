@@ -335,11 +335,11 @@ class AlfworldEnv(ThreadWorldEnv):
     def start(self, key: str) -> Scene:
         if not Path(key).is_file():
             raise EnvError(f"{key}: no such game; run `alfworld-download`")
-        # The library lists the games of a folder; this copy of the list has one game.
-        games = copy.copy(load_games(self.config))
-        games.game_files = [key]
-        games.num_games = 1
-        self._env = games.init_env(batch_size=1)
+        # The `AlfredTWEnv` is shared, so its list of games is replaced in a copy.
+        alfworld = copy.copy(load_alfworld(self.config))
+        alfworld.game_files = [key]
+        alfworld.num_games = 1
+        self._env = alfworld.init_env(batch_size=1)
         observations, infos = self._env.reset()
         return Scene(text=observations[0].strip(), choices=tuple(infos["admissible_commands"][0]))
 
@@ -359,8 +359,11 @@ class AlfworldEnv(ThreadWorldEnv):
 
 
 @cache
-def load_games(config: str) -> Any:
-    """Return an `AlfredTWEnv`, which reads a folder of games when it is created."""
+def load_alfworld(config: str) -> Any:
+    """Return ALFWorld's `AlfredTWEnv`, whose `init_env` makes environments.
+
+    It reads a folder of games when it is created, so all trajectories share it.
+    """
     try:
         from alfworld.agents.environment import get_environment
     except ImportError as error:
@@ -371,7 +374,8 @@ def load_games(config: str) -> Any:
     if not path.is_file():
         raise EnvError(f"{config}: no such file; expected ALFWorld's configs/base_config.yaml")
     settings = read_yaml(path)
-    # Only the split `train` has the handcoded expert, which is not needed.
+    # `AlfworldEnv.start` replaces the games of the split. With `train`, the library could also compute
+    # an expert's plans, and shuffle the numbers of objects.
     return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
 
 

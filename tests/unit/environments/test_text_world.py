@@ -286,9 +286,9 @@ def alfworld_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     for name in ("train/a", "train/b", "train/movable_c", "valid_seen/d", "valid_unseen/e"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "game.tw-pddl").write_text("{}")
-    text_world.load_games.cache_clear()
+    text_world.load_alfworld.cache_clear()
     yield tmp_path
-    text_world.load_games.cache_clear()
+    text_world.load_alfworld.cache_clear()
 
 
 def test_alfworld_games_are_played_through_its_interface(alfworld_folder: Path) -> None:
