@@ -2,9 +2,10 @@
 
 A test runs in the same process as the patched code. `instrument` therefore rewrites a test file
 before it enters the sandbox: an assertion such as `assert add(2, 3) == 5` becomes
-`__check__(7, add(2, 3), None)`, where 7 is the number of the comparison. It reports the value of
-`add(2, 3)`, and 5 stays outside, where `rollout/environments/hidden_verdicts.py` compares the two.
-Every test reports its end too.
+`__check__(7, add(2, 3), None)`, which reports the value of `add(2, 3)` for comparison number 7. The
+last argument is None, because 5 is not a parameter of the test. 5 stays outside the sandbox, where
+`rollout/environments/hidden_verdicts.py` compares it with the reported value. Every test reports its
+end too.
 """
 
 import ast
