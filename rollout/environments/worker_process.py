@@ -45,9 +45,12 @@ def worker_command(
     return [python, "-P", str(_MAIN), path, class_name, json.dumps(settings)]
 
 
-def last_line(output: bytes) -> str:
-    """Return the last line of a process's output, for errors."""
-    lines = output.decode("utf-8", "replace").strip().splitlines() or ["no error was printed"]
+def last_line(stderr: bytes) -> str:
+    """Return the last line that a process printed to standard error, or a note that there is none.
+
+    Of a long line, only the end is returned.
+    """
+    lines = stderr.decode("utf-8", "replace").strip().splitlines() or ["no error was printed"]
     return lines[-1][-_MAX_ERROR_CHARS:]
 
 
