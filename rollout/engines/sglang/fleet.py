@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout.base.async_tasks import set_outcome
 from rollout.base.errors import EngineError
@@ -18,7 +18,8 @@ from rollout.engines.sglang.client import StreamedReply
 from rollout.engines.sglang.replica import NoNodeFree, Replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings
 
-# Seconds that Ray may look for another node for a server whose own is lost, while others go on.
+# Seconds that Ray may look for another node for a server whose node is lost, if the engine has further
+# servers. Without any, there is no limit.
 _NODE_TIMEOUT_S = 120.0
 
 
@@ -35,8 +36,8 @@ class Fleet:
     Attributes:
         replicas: servers that get requests.
         tell: called with one line when a server is started again, joins or leaves.
-        starts_of_departed: starts of the servers that have left, plus 1 for each of them, so that the
-            number of starts changes when a server leaves.
+        starts_of_departed: starts of the servers that have left, plus 1 for each of them, so that
+            `SGLangEngine.starts` grows when a server leaves.
     """
 
     def __init__(
@@ -204,13 +205,13 @@ class Fleet:
 
     async def free_memory(self, tags: Sequence[Tag]) -> None:
         """Have all servers free the memory with these tags, except memory that they have freed already."""
-        await self._move_memory(tags, free=True)
+        await self._free_or_take(tags, free=True)
 
     async def take_memory(self, tags: Sequence[Tag]) -> None:
         """Have all servers allocate the memory with these tags again, if they have freed it."""
-        await self._move_memory(tags, free=False)
+        await self._free_or_take(tags, free=False)
 
-    async def _move_memory(self, tags: Sequence[Tag], *, free: bool) -> None:
+    async def _free_or_take(self, tags: Sequence[Tag], *, free: bool) -> None:
         """Have all servers free memory, or allocate it again.
 
         Each server gets only the tags whose memory is not yet freed or allocated, because SGLang's
@@ -222,7 +223,7 @@ class Fleet:
             # Graphs of decoding go with the KV cache (see `graph_error`).
             wanted.append("cuda_graph")
 
-        async def move(replica: Replica) -> None:
+        async def free_or_take(replica: Replica) -> None:
             await self._wait_until_ready(replica)
             while True:
                 if free:
@@ -235,7 +236,7 @@ class Fleet:
                 async with self._restarting(replica):
                     await _call_memory_saver(replica, remaining, free=free)
 
-        await self._each(move)
+        await self._each(free_or_take)
 
     def close(self) -> None:
         """Stop the servers that were started here."""
@@ -247,11 +248,20 @@ class Fleet:
 
         After that the server has only the weights of the model's folder, and is `stale`.
 
+        Args:
+            error: error of the call that the server did not answer.
+
         Raises:
             Unanswered: the server was lost again.
             ServerLeft, EngineError: as `restart`.
         """
-        reason = await self._end_reason(replica, error)
+        reason = await replica.end_reason()
+        if not reason:
+            raise EngineError(
+                f"SGLang at {replica.client.url}: {error}; its process runs but does not answer"
+            )
+        if not replica.owned:
+            self._give_up(replica, reason)
         if not self._restarts.take():
             raise EngineError(f"SGLang: {reason}; no restart is left")
         self.tell(f"SGLang: {reason}; started again, {self._restarts.remaining} restarts left")
@@ -274,34 +284,25 @@ class Fleet:
                     replica.asleep.update(asleep)
                     raise
 
-    async def _end_reason(self, replica: Replica, error: Unanswered) -> str:
-        """Return the reason why a server that can be started again has ended.
+    def _give_up(self, replica: Replica, reason: str) -> NoReturn:
+        """Raise the error of a dead server that was not started here, or that has left.
 
-        A server that has joined (see `update_members`) was not started here. It leaves, unless it is the
-        last one.
+        A server that has joined (see `update_members`) leaves now, unless it is the last one.
 
         Args:
-            error: error of the call that the server did not answer.
+            reason: reason why the server has ended.
 
         Raises:
             ServerLeft: the server leaves, or has left already.
-            EngineError: the process of the server runs but does not answer, or it was not started
-                here and cannot leave.
+            EngineError: the server has not joined, or is the last one.
         """
-        reason = await replica.end_reason()
-        if not reason:
-            raise EngineError(
-                f"SGLang at {replica.client.url}: {error}; its process runs but does not answer"
-            )
         if replica not in self.replicas:
             raise ServerLeft
         if replica.client.url in self._members:
             has_left = self.leave(replica, reason)
             if has_left:
                 raise ServerLeft
-        if not replica.owned:
-            raise EngineError(f"SGLang: {reason}")
-        return reason
+        raise EngineError(f"SGLang: {reason}")
 
     async def _wait_until_ready(self, replica: Replica) -> None:
         """Wait until a server is ready; start it if it has not been started.

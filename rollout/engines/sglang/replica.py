@@ -93,8 +93,8 @@ class Replica:
 
     @property
     def client(self) -> SGLangClient:
-        """Client of the server's API."""
-        assert self._client is not None, "a server is waited for before it is called"
+        """Client of the server's API, once the server has been started."""
+        assert self._client is not None, "call `wait` first, which starts the server"
         return self._client
 
     async def start(self, node_timeout_s: float | None = None) -> None:
