@@ -83,8 +83,8 @@ class LossConfig(Choice):
     def _check_old_policy(self) -> Self:
         if self.old_policy == "sampled" and self.correction.name == "none":
             raise ValueError(
-                "old_policy 'sampled' needs a correction, such as correction.name tis; without one the ratio is "
-                "against the engine's log-probabilities, which are those of the sampling weights already"
+                "old_policy 'sampled' needs a correction, such as correction.name tis; without one, the loss takes "
+                "the engine's log-probabilities for those of the old policy, so old_policy has no effect"
             )
         return self
 
