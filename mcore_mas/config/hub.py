@@ -36,7 +36,7 @@ def use_downloads(values: Mapping[str, Any]) -> dict[str, Any]:
         sections["policies"] = {name: _with_model_folder(policies[name]) for name in policies}
     data = sections.get("data")
     if isinstance(data, dict):
-        splits = {split: _with_dataset_folder(data[split]) for split in SPLITS if split in data}
+        splits = {split: _with_dataset_folders(data[split]) for split in SPLITS if split in data}
         sections["data"] = {**data, **splits}
     return sections
 
@@ -47,10 +47,15 @@ def _with_model_folder(policy: Any) -> Any:
     return {**policy, "model": downloaded_model(policy["model"])}
 
 
-def _with_dataset_folder(source: Any) -> Any:
-    """Replace the path of each data file of a split; a split that is a number of tasks has none."""
+def _with_dataset_folders(source: Any) -> Any:
+    """Return the value of a split in which the ids of downloaded data sets are replaced by their folders.
+
+    In other paths only `~/` is expanded. A number of tasks is returned as it is.
+    """
     if isinstance(source, list):
-        return [_with_dataset_folder(entry) for entry in source]
+        return [_with_dataset_folders(entry) for entry in source]
     if isinstance(source, dict) and isinstance(source.get("path"), str):
         return {**source, "path": locate_dataset(source["path"])}
-    return locate_dataset(source) if isinstance(source, str) else source
+    if isinstance(source, str):
+        return locate_dataset(source)
+    return source
