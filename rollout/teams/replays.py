@@ -101,7 +101,7 @@ class ReplayedPlay(BranchedPlay):
         decisions = self._decisions()
         await self._replay_within_budget(decisions)
         if self.plan.removal:
-            await gather_or_cancel(map(self._replay_without, decisions))
+            await gather_or_cancel(map(self._replay_with_empty_reply, decisions))
 
     def _decisions(self) -> list[_Decision]:
         """Return the turns that may get alternatives: those of the plan's agents that are not masked."""
@@ -216,8 +216,8 @@ class ReplayedPlay(BranchedPlay):
                 turn, _ = answer
                 self._sampled_tokens += len(turn.completion_ids)
 
-    async def _replay_without(self, decision: _Decision) -> None:
-        """Replay the trajectory with an empty reply at a turn.
+    async def _replay_with_empty_reply(self, decision: _Decision) -> None:
+        """Replay the trajectory with an empty reply at a turn, and store the turn's score `removal`.
 
         A turn of a chat is not replayed, because the chat's next prompt contains the tokens of its reply.
         """
@@ -225,15 +225,17 @@ class ReplayedPlay(BranchedPlay):
             if call.index != decision.turn or call.chat or isinstance(answer, Exception):
                 continue
             turn, reply = answer
-            # The names of branches are made of the seeds of their turns. With a seed of its own, the
-            # replay does not get the results that `CallRecord` keeps for calls of the trajectory.
+            # `CallRecord` keeps the results of calls to tools and environments by branch, and a branch's
+            # name is derived from the seeds of its turns so far. The empty turn has another seed than
+            # the trajectory's turn, so that later calls of the replay do not get the trajectory's results.
             empty_turn = replace(turn, text="", seed=derive_seed(turn.seed, "removed"))
             empty_answer = (empty_turn, replace(reply, text="", value=None))
             branch = await self._replay_branch(decision, "", {call_key(call): empty_answer})
             if branch is not None:
                 self._count_tokens(self._sampled_answers(branch, decision))
-                without = branch.episode.outcome or 0.0
-                self._removal_scores[decision.turn] = (self.episode.outcome or 0.0) - without
+                outcome = self.episode.outcome or 0.0
+                outcome_if_empty = branch.episode.outcome or 0.0
+                self._removal_scores[decision.turn] = outcome - outcome_if_empty
 
     @property
     def _recorded(self) -> dict[CallKey, CallAnswer]:
@@ -260,7 +262,7 @@ class ReplayedPlay(BranchedPlay):
         rounds = self._branches[0].rounds
         recorded = self._recorded
         open_calls = [call_key(call) for call, _ in rounds[decision.round]]
-        # Agents that speak at the same time keep their replies: one decision is replayed at a time.
+        # Agents that speak at the same time keep their replies: a replay changes only one turn of them.
         others = {key: recorded[key] for key in open_calls if key[0] != decision.turn}
 
         branch = self._new_branch()
@@ -280,7 +282,7 @@ class ReplayedPlay(BranchedPlay):
     def turns(self) -> tuple[Turn, ...]:
         """The turns of the trajectory, each followed by its alternatives.
 
-        A turn that was also replayed without its reply has the score `removal`.
+        A turn that was also replayed with an empty reply has the score `removal`.
         """
         turns: list[Turn] = []
         for turn in self.episode.turns:
