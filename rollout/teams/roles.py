@@ -57,7 +57,7 @@ class Role:
     parse: Parser
 
     def messages(self, **slots: object) -> tuple[Message, ...]:
-        """Return the system prompt, if there is one, and the filled user template.
+        """Return the system prompt and the filled user template; an empty one is left out.
 
         Raises:
             KeyError: the template has a slot that was not given.
