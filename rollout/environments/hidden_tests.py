@@ -157,7 +157,8 @@ class HiddenTestFile:
             file defines it several times, for example in both branches of an `if`.
         withheld: withheld values of parameters by number.
         stable_names: module-level names that are bound once, and whose values no test is seen to
-            change (see `_names_that_may_change`). Tests that end after such a value has changed fail.
+            change (see `_names_that_may_change`). A test fails if such a value has changed when it
+            ends.
         constants: the stable names that are bound to a literal, with the values that they have in
             the instrumented source; a withheld value is None there.
         names: all names that the file may bind at module level; None if they are unknown.
@@ -447,9 +448,10 @@ class _TestRewriter:
     def _rewrite_call(self, call: ast.Call, is_required: bool) -> ast.stmt | None:
         """Rewrite a call such as `self.assertEqual(left, right)`.
 
-        A comparison with a stated value becomes a report, and other comparisons become assertions.
-        But a call that checks equality stays: it also checks types, as `assertListEqual` does, or uses
-        the equality that the test case defines for a type.
+        A comparison with a stated value becomes a report. Without a stated value, a call that checks
+        equality stays, with operands that are also compared by `__operands__`: the call checks types
+        too, as `assertListEqual` does, or uses the equality that the test case defines for a type.
+        Other comparisons without a stated value become assertions.
 
         Returns:
             Statement in place of the call; None if the call stays, perhaps with other arguments.
@@ -761,7 +763,7 @@ def _names_that_may_change(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
             names.add(node.value.id)
         elif isinstance(node, ast.Call):
-            names.update(name.id for name in node.args if isinstance(name, ast.Name))
+            names.update(argument.id for argument in node.args if isinstance(argument, ast.Name))
         elif isinstance(node, _ALIASING) and isinstance(node.value, ast.Name):
             names.add(node.value.id)
     return names
@@ -910,7 +912,7 @@ def _parameter_names(node: ast.expr) -> list[str]:
 
 
 def _can_withhold(slots: Sequence[_ParameterSlot]) -> bool:
-    """Return True if all values are literals whose ids in pytest `_test_id` knows."""
+    """Return True if every slot holds a literal, and `_test_id` knows the id that pytest gives it."""
     for slot in slots:
         if slot.index >= len(slot.container):
             return False
