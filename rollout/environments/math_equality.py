@@ -14,9 +14,9 @@ from decimal import Decimal
 from typing import Any
 
 _VALUE_DIGITS = 60  # digits with which numbers are compared
-_MANY_DIGITS = 400  # digits with which exact numbers are compared that agree in 60 digits
-# Values of 60 digits are equal if they differ by this share of the larger one; a value of this size or
-# smaller may be zero.
+_MANY_DIGITS = 400  # digits with which exact numbers are compared once more if 60 digits agree
+# Values of 60 digits are equal if they differ by at most this share of the larger one; a value of this
+# size or smaller may be zero.
 _TINY = 1e-45
 _FLOAT_DIGITS = 15  # significant digits of a float that a program prints
 _FLOAT_ERROR = 1e-14  # relative error of such a float
@@ -162,6 +162,7 @@ def _are_equal(guess: Any, gold: Any) -> bool:
     from math_verify import verify
 
     if not isinstance(gold, sympy.logic.boolalg.Boolean):
+        # The truth is a value and not a relation, so `x=5` is read as 5.
         guess = _assigned_value(guess)
     # As sets of numbers, the solutions of x > 1 and y > 1 would be equal.
     if _is_relation(guess) and _is_relation(gold) and guess.free_symbols != gold.free_symbols:
@@ -319,15 +320,19 @@ def _value(expression: Any, digits: int = _VALUE_DIGITS) -> Any:
 
 
 def _rounding_tolerance(gold: Any) -> Any:
-    """Return half a unit of the last digit of a truth that may be rounded, else 0."""
+    """Return half a unit of the last digit of a truth that may be rounded, else 0.
+
+    Zeros at the end of the truth do not count as digits, because sympy does not keep how many were
+    written.
+    """
     import sympy
 
     if _significant_digits(gold) < _ROUNDED_DIGITS:
         return sympy.Integer(0)
     exponent = Decimal(str(gold)).normalize().as_tuple().exponent
     assert isinstance(exponent, int), "the decimal is finite"
-    # normalize drops the zeros at the end of 1234560.00, but the places after the point were written:
-    # 1234563 does not round to it.
+    # Every decimal was written with at least one place after the point, so the unit is 0.1 or less. For
+    # 1234560.0 it would be 10 without its zeros, and 1234563 would round to it.
     last_place = min(exponent, -1)
     return sympy.Rational(1, 2) * sympy.Integer(10) ** last_place
 
