@@ -288,14 +288,16 @@ def _write_vulgar_fraction(match: re.Match[str]) -> str:
 
 
 def _rewrite_systems(text: str) -> str:
-    """Write a system of equations, in an array or cases, as a list of its equations."""
+    """Write a system of equations, in an array, cases or aligned, as a list of its equations."""
 
     def as_list(match: re.Match[str]) -> str:
-        """Return the equations of a system, joined by commas; a system with other rows is unchanged."""
+        """Return equations joined by commas; rows that are not all equations are unchanged."""
         rows = [row.replace("&", "").strip(" ,;\n") for row in match["rows"].split("\\\\")]
         equations = [row for row in rows if row]
         if all(row.count("=") == 1 for row in equations):
             return ",".join(equations)
         return match[0]
 
-    return _SYSTEM.sub(as_list, _LEFT.sub("", text))
+    # Otherwise the `\left` of `\left\{` would stay before the list of equations.
+    without_left = _LEFT.sub("", text)
+    return _SYSTEM.sub(as_list, without_left)
