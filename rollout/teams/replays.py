@@ -104,12 +104,14 @@ class ReplayedPlay(BranchedPlay):
             await gather_or_cancel(map(self._replay_with_empty_reply, decisions))
 
     def _decisions(self) -> list[_Decision]:
-        """Return the turns that may get alternatives: those of the plan's agents that are not masked."""
+        """Return the turns that may get alternatives: the unmasked turns of the plan's agents."""
         turns = {turn.index: turn for turn in self.episode.turns}
         decisions = []
         for number, answered in enumerate(self._branches[0].rounds):
             for call, answer in answered:
                 turn = turns.get(call.index)
+                # A call that the orchestra cancelled has no turn. A call that failed has none either,
+                # but a shorter prompt after `PromptTooLong` may have a turn with the same index.
                 if turn is None or isinstance(answer, Exception):
                     continue
                 if turn.agent in self.plan.agents and not turn.masked:
@@ -200,11 +202,15 @@ class ReplayedPlay(BranchedPlay):
         return replace(alternative, scores=scores)
 
     def _sampled_answers(self, branch: Branch, decision: _Decision) -> list[CallAnswer]:
-        """Return the answers after a decision that a replay sampled, and did not take from the record."""
+        """Return the answers that a replay sampled after its decision.
+
+        Answers that it took from the record are left out.
+        """
         recorded = self._recorded
         sampled = []
         for answered in branch.rounds[decision.round + 1 :]:
             for call, answer in answered:
+                # A recorded answer is handed over as the same object.
                 if answer is not recorded.get(call_key(call)):
                     sampled.append(answer)
         return sampled
@@ -262,7 +268,7 @@ class ReplayedPlay(BranchedPlay):
         rounds = self._branches[0].rounds
         recorded = self._recorded
         open_calls = [call_key(call) for call, _ in rounds[decision.round]]
-        # Agents that speak at the same time keep their replies: a replay changes only one turn of them.
+        # Agents that speak at the same time keep their replies: a replay changes only one turn.
         others = {key: recorded[key] for key in open_calls if key[0] != decision.turn}
 
         branch = self._new_branch()

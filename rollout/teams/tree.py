@@ -166,7 +166,7 @@ class Tree(BranchedPlay):
         rounds = list(leading.rounds)
         open_calls = leading.open_calls
 
-        # the leading branch is the first of the round; the others catch up with it
+        # The leading branch is the first of the round; the others catch up with it.
         followers = [self._new_branch() for _ in range(self.branching.width - 1)]
         self._branches = [leading, *followers]
         await gather_or_cancel(branch.repeat(rounds, open_calls) for branch in followers)
@@ -187,6 +187,7 @@ class Tree(BranchedPlay):
         await gather_or_cancel(branch.close() for branch in others)
         self._branches = [chosen]
 
+        # Only the turns of this round are stored: the earlier ones are also in the chosen branch.
         for branch in others:
             if branch in grown:
                 turns = branch.episode.turns
