@@ -11,8 +11,9 @@ _TOOLKIT = Path("/usr/local/cuda")  # toolkit of the machine; SGLang looks here 
 def compiler_environment(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which a server finds nvcc and ninja.
 
-    PATH begins with SGLang's environment. If the machine has no CUDA toolkit, CUDA_HOME names the
-    toolkit that requirements/sglang.sh assembles from the wheels in SGLang's environment.
+    PATH begins with the programs of SGLang's environment, which include ninja. CUDA_HOME is set if the
+    server would find no nvcc otherwise; it names the toolkit that requirements/sglang.sh assembles
+    from the wheels in SGLang's environment.
 
     Args:
         python: interpreter of SGLang's environment.
