@@ -34,6 +34,7 @@ def check_sections(config: RunSections) -> None:
     _check_lengths(config)
     _check_replays(config)
     _check_credit(config)
+    _check_team_weight(config)
     _check_schedules(config)
     check_shared_bases(config.policies, config.trained)
     _check_engines(config)
@@ -263,13 +264,16 @@ def _conflict_with_replays(config: RunSections) -> str:
 
 
 def _check_credit(config: RunSections) -> None:
-    """Check that the advantage estimators and the filter have their inputs, and `alpha` is not applied twice."""
+    """Check the advantage estimator of each agent, and that the filter has several votes to compare."""
     for agent in config.agents:
         _check_advantage(config, agent)
     if config.filter is not None:
         grouping = filter_grouping(config.filter.name, config.filter.options)
         check_several_votes(f"filter '{config.filter.name}'", grouping, config.vote_sources)
 
+
+def _check_team_weight(config: RunSections) -> None:
+    """Check that at most one of the reward `local_team` and `trainer.branching` weighs the team's reward in trees."""
     if config.reward.name == "local_team" and config.trainer.branching is not None:
         team_weight = config.reward.options.get("alpha", 1.0)
         branch_weight = config.trainer.branching.alpha
