@@ -525,6 +525,6 @@ def _check_past(config: RunSections, policy: str, past: PastConfig) -> None:
     transport = for_policy(config, policy).engine.transport
     if transport in ("tensor", "distributed"):
         raise ValueError(
-            f"opponents.{policy}.past: its weights come from files, and transport '{transport}' sends those of a "
-            f"trainer's GPUs; set policies.{policy}.overrides.engine.transport to disk"
+            f"opponents.{policy}.past: its weights come from files, and transport '{transport}' sends weights from "
+            f"a trainer's GPUs; set policies.{policy}.overrides.engine.transport to disk"
         )
