@@ -85,7 +85,7 @@ def _estimate_size(text: str) -> int:
         else:
             product *= factor
             factor = 1
-        # A factor 0 counts 1: an estimate is rather too large than too small.
+        # A 0 does not cancel the factors after it: an estimate is rather too large than too small.
         product = min(max(product, 1), _BEYOND)
     return min(total + product * factor, _BEYOND)
 
