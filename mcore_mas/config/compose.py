@@ -239,7 +239,8 @@ def _parse(text: str) -> Override:
         (override,) = OverridesParser.create().parse_overrides([text])
     except OverrideParseException as error:
         raise ConfigError(
-            f"'{text}' cannot be read; expected KEY=VALUE, brackets closed, and text with other signs in quotes"
+            f"'{text}' cannot be read; expected KEY=VALUE, brackets closed, and text with signs such as = or # "
+            "in quotes: KEY=\"'a=b'\""
         ) from error
     if override.is_sweep_override():
         raise ConfigError(

@@ -342,6 +342,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "trainer={steps: 3",
             "'trainer={steps: 3' cannot be read; expected KEY=VALUE, brackets closed, and text with ",
         ),
+        (
+            "run=a=b",
+            "text with signs such as = or # in quotes: KEY=\"'a=b'\"",
+        ),
         ("seed=1,2", "seed=1,2: expected one value; a list is KEY=[a,b], and text "),
         ("~cold_strat", "~cold_strat: there is no such key to delete; nearest: cold_start"),
         ("~loss.kind", "~loss.kind: there is no such key to delete"),
