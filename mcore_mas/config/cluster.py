@@ -154,10 +154,10 @@ class ClusterConfig(Section):
     def check_shared_engine(
         self, policy: str, engine: EngineConfig, holder: str, holder_engine: EngineConfig
     ) -> None:
-        """Refuse an engine that `policy` shares with the holder of its base model, if it cannot hold both.
+        """Check that one engine can take the adapters of `policy` and of the holder of its base model.
 
         Raises:
-            ValueError: the settings of the two differ, or the engine cannot hold several adapters.
+            ValueError: the engine settings of the two policies differ, or such an engine cannot hold several adapters.
         """
         # Only the embedded engine and SGLang with adapters: slots take several adapters. If both policies have other
         # engines, nothing is shared.
