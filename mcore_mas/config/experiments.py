@@ -60,8 +60,7 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
 
 def names_in(group: str) -> list[str]:
     """Return the sorted names of a group's configs: those shipped, and those in `configs` of the working directory."""
-    folders = {CONFIGS, Path("configs").resolve()}
-    return config_names(group, sorted(folders))
+    return config_names(group, [CONFIGS, Path("configs").resolve()])
 
 
 def config_names(group: str, folders: Sequence[Path]) -> list[str]:
