@@ -85,7 +85,7 @@ class Chat:
         self._state = ChatState(id=id, tools=tuple(tool.schema for tool in tools))
         self._open_calls: tuple[ToolUse, ...] = ()  # tool calls without a result
         self._replying = False
-        self._question: tuple[str, ...] = ()  # stays before the summary, once the chat is folded
+        self._question: tuple[str, ...] = ()  # stored by the first fold (see `_question_texts`)
         # Scores of the next turn that say how room was made for it.
         self._pending_scores: dict[str, float] = {}
 
@@ -202,24 +202,22 @@ class Chat:
         """Replace the messages up to the latest reply by a summary.
 
         The system prompt stays. The question, the summary and the messages since the latest reply
-        are joined to one user message. Before the first reply, the question follows the summary. A
-        later summary replaces the earlier one and the messages that were joined to it.
+        are joined to one user message. Before the first reply, the question follows the summary.
+        After a further reply, a later summary replaces the earlier one and the messages that were
+        joined to it.
         """
         summarised_count = 0  # number of messages up to the latest reply
         for number, message in enumerate(self.messages, start=1):
             if message.role == "assistant":
                 summarised_count = number
 
-        system = [message for message in self.messages[:2] if message.role == "system"]
+        system = [message for message in self.messages[:1] if message.role == "system"]
         summarised = self.messages[:summarised_count]
         new_messages = self.messages[max(summarised_count, len(system)) :]
 
-        # The question is the first message, or the second one if there is a system prompt. It is stored,
-        # because the fold joins it with the summary.
+        # The question is stored, because the fold joins it with the summary.
         if not self._question:
-            self._question = tuple(
-                message.content for message in summarised[:2] if message.role == "user"
-            )
+            self._question = _question_texts(summarised or new_messages)
         parts = list(self._question) if summarised else []
         parts.append(f"What has happened since:\n{summary}")
         parts += [message.content for message in new_messages]
@@ -384,6 +382,17 @@ class Chat:
         self.fold(reply.value or reply.text)
         self._pending_scores["folded"] = 1.0
         return True
+
+
+def _question_texts(messages: Iterable[Message]) -> tuple[str, ...]:
+    """Return the texts of a chat's question: the user messages up to the first reply to one."""
+    texts = []
+    for message in messages:
+        if message.role == "user":
+            texts.append(message.content)
+        elif message.role == "assistant" and texts:
+            break
+    return tuple(texts)
 
 
 # Functions that make room for a reply and return True if they did, by `when_full`; `stop` has none.

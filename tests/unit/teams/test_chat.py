@@ -419,6 +419,35 @@ def test_a_summary_stands_before_the_messages_without_a_reply(replied: bool, exp
     ]
 
 
+def test_a_fold_keeps_every_user_message_before_the_first_reply() -> None:
+    chat = unplayed_session().chat("a")
+    chat.messages += [
+        Message(role="user", content="in folder src"),
+        Message(role="user", content="go"),
+        Message(role="assistant", content="gone"),
+        Message(role="user", content="on"),
+    ]
+    chat.fold("moved")
+    assert chat.messages == [
+        Message(role="system", content="S"),
+        Message(
+            role="user", content="in folder src\n\ngo\n\nWhat has happened since:\nmoved\n\non"
+        ),
+    ]
+
+
+def test_a_summary_before_the_first_reply_is_replaced_too() -> None:
+    chat = unplayed_session().chat("a")
+    chat.messages.append(Message(role="user", content="go"))
+    chat.fold("first summary")
+    chat.messages.append(Message(role="assistant", content="gone"))
+    chat.fold("second summary")
+    assert chat.messages == [
+        Message(role="system", content="S"),
+        Message(role="user", content="go\n\nWhat has happened since:\nsecond summary"),
+    ]
+
+
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_a_later_summary_replaces_the_earlier_one(taken_over: bool) -> None:
     session = unplayed_session()
