@@ -50,7 +50,7 @@ class CollectOptions:
     tree: Branching | None = None  # None: trajectories do not branch
     # Replays of each trajectory; None: trajectories are not replayed. Replays and a tree exclude each other.
     replays: ReplayPlan | None = None
-    # fields that replace those of every agent's `Sampling`
+    # Fields that replace those of every agent's `Sampling`
     sampling: Mapping[str, float] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     # Time at which the batch started, in seconds on the event loop's clock; None: now.
@@ -59,7 +59,7 @@ class CollectOptions:
     watchdog: Watchdog | None = None
     log: CollectionLog | None = None  # finished trajectories, which are not played again
     quarantine: Path | None = None  # folder for files of quarantined trajectories
-    env: str = ""  # name of the environment; "": that of the tasks
+    env: str = ""  # name of the environment in errors and `late/...` metrics; "": `Task.env`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ class Episode:
 
         Args:
             tool_s: deadline of one call of the environment or a tool, in seconds; None: no deadline.
-            name: name of the environment in errors; "": `task.env`.
+            name: name of the environment in errors and `late/...` metrics; "": `task.env`.
         """
         self.session = session
         self.rewards: list[float] = []  # rewards of all steps

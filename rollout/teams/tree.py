@@ -62,7 +62,7 @@ class BranchedPlay:
     make_env: Callable[[Task], Env]
     orchestra: Orchestra
     tool_s: float | None = None
-    env_name: str = ""
+    env_name: str = ""  # name of the environment in errors and `late/...` metrics; "": `task.env`
     # Record of the tool and environment calls that a restart must not repeat.
     calls: CallRecord = field(default_factory=CallRecord)
 
@@ -264,10 +264,10 @@ class BranchSession(TeamSession):
         )
 
     def _branch_name(self) -> str:
-        """Return a name for the turns so far, under which `CallRecord` keeps the results of tool calls.
+        """Return a name for the turns so far, under which `CallRecord` stores results of calls.
 
-        Branches with the same turns so far have the same name, and so share these results. After other
-        turns, an equal tool call has a result of its own.
+        These are calls of tools and environments. Branches with the same turns so far have the same
+        name, and so share these results. After other turns, an equal call has a result of its own.
         """
         seeds = [turn.seed for _, turn in sorted(self._turns.items())]
         return str(derive_seed(*seeds)) if seeds else ""
