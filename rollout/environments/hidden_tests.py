@@ -494,10 +494,10 @@ class _TestRewriter:
         return self._rewrite_assert(ast.Assert(test), is_required)[0]
 
     def _guard_comparisons(self, expression: ast.expr) -> ast.expr:
-        """Return an expression whose comparisons are calls of `__compare__`.
+        """Return an expression with calls of `__compare__` for comparisons (see `_ComparisonGuard`).
 
-        `__compare__` detects operands that falsify comparisons, such as by an `__eq__` that is always
-        true.
+        `__compare__` counts equality, order and membership as false if an operand falsifies them, such
+        as by an `__eq__` that is always true.
         """
         guarded: ast.expr = _ComparisonGuard(self._compare_call).visit(expression)
         return guarded
@@ -896,9 +896,18 @@ def _parameter_slots(
 
 
 def _parameter_set_id(node: ast.expr) -> str:
-    """Return a text that is the same for parameter sets to which pytest gives the same id."""
-    values = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    return "-".join(str(_literal(value)) for value in values)
+    """Return a text that is the same for parameter sets to which pytest gives the same id.
+
+    Values that are not literals all have the same text, so sets that differ only in them count as
+    equal too.
+    """
+    elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    texts = []
+    for element in elements:
+        value = _literal(element)
+        # pytest gives b"abc" the same id as "abc".
+        texts.append(value.decode("latin-1") if isinstance(value, bytes) else str(value))
+    return "-".join(texts)
 
 
 def _parameter_names(node: ast.expr) -> list[str]:

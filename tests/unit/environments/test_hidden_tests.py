@@ -56,6 +56,15 @@ def test_parameters_that_pytest_would_number_are_not_withheld() -> None:
     assert instrument(source).withheld == {}
 
 
+def test_bytes_and_text_that_pytest_gives_one_id_are_not_withheld() -> None:
+    # pytest names these tests test_one[abc-577_0] and test_one[abc-577_1].
+    source = (
+        "@pytest.mark.parametrize('given, expected', [('abc', 577), (b'abc', 577)])\n"
+        "def test_one(given, expected):\n    assert f(given) == expected\n"
+    )
+    assert instrument(source).withheld == {}
+
+
 def test_methods_of_unittest_are_withheld() -> None:
     source = (
         "class TestOne(TestCase):\n    def test_two(self):\n"
