@@ -231,17 +231,19 @@ class CodeEnv(SandboxedEnv):
 
 
 def _program_to_try(action: str) -> str | None:
-    """Return the program that a text asks to try; None if it has no `<run>` outside of programs.
+    """Return the program that a reply asks to try; None if no `<run>` stands outside of programs.
 
-    It is the last fenced program in the last `<run>`, or else the last one in the text, or else the
-    content of `<run>` as it is.
+    The text up to the last `</think>` is ignored. The program is the last fenced one in the last
+    `<run>`. If that has none, it is the last fenced program of the reply, or else the content of the
+    `<run>` as it is.
     """
-    text = action.rpartition("</think>")[2]
-    tagged = last_tag(text, "run")
-    outside_of_programs = last_tag(without_programs(text), "run")
-    if tagged is None or outside_of_programs is None:
+    reply = action.rpartition("</think>")[2]
+    content = last_tag(reply, "run")
+    # A program may contain the tags as text, such as in a call of `print`.
+    has_run = last_tag(without_programs(reply), "run") is not None
+    if content is None or not has_run:
         return None
-    return last_program(tagged) or last_program(text) or tagged
+    return last_program(content) or last_program(reply) or content
 
 
 def _count_passed(results: Sequence[RunResult]) -> int:
