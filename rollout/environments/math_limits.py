@@ -100,12 +100,12 @@ def _check_operand(size: int) -> int:
 def _exponent_end(text: str, start: int) -> int:
     """Return the position after the exponent that starts at `start`.
 
-    An exponent is a text in brackets, a number with its sign, or one character. A power of it belongs
-    to it: the exponent in `2^3^4` is `3^4`.
+    An exponent is a text in brackets, a number with its sign, or one character. If a `^` follows, the
+    exponent goes on: that of 2 in `2^3^4` is `3^4`.
     """
-    exponent = _EXPONENT.match(text, start)
-    end = exponent.end() if exponent else start
-    if exponent and exponent[0] in _DEPTH_CHANGE:
+    match = _EXPONENT.match(text, start)
+    end = match.end() if match else start
+    if match and match[0] in _DEPTH_CHANGE:  # the match is the bracket alone
         end = _closing_bracket(text, start) + 1
     if text.startswith("^", end):
         return _exponent_end(text, end + 1)
