@@ -200,7 +200,7 @@ class WorkerProcess:
                     await self._process.wait()
                 errors.seek(0)
                 self.error = self.error or f"the worker process ended: {last_line(errors.read())}"
-                self._started.set()
+                self._started.set()  # requests that wait for a start that failed raise its error
                 self._fail_requests()
 
     async def _start(self, errors: IO[bytes]) -> None:
