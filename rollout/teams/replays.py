@@ -312,9 +312,9 @@ class ReplayedPlay(BranchedPlay):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the trajectory, the number of failed replays, and `replayed_tokens`.
+        """The metrics of the trajectory, the number of dropped replays, and `replayed_tokens`.
 
-        Failed replays are counted by reason as `dropped_branches/<reason>`. `replayed_tokens` is the
+        Dropped replays are counted by reason as `dropped_branches/<reason>`. `replayed_tokens` is the
         number of tokens that the successful replays sampled after the turn that they change.
         """
         return super().metrics | {"replayed_tokens": float(self._sampled_tokens)}

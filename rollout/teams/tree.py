@@ -72,7 +72,7 @@ class BranchedPlay:
         self.replies: dict[int, RecordedReply] = {}
         # Branches that are played now; the first one leads to the outcome.
         self._branches = [self._new_branch()]
-        # Number of branches that failed, by the metric that counts them.
+        # Number of dropped branches, by the metric that counts them (see `dropped_metrics`).
         self._dropped: Counter[str] = Counter()
 
     def _new_branch(self) -> Branch:
@@ -108,9 +108,9 @@ class BranchedPlay:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the branch that leads to the outcome, and the number of failed branches.
+        """The metrics of the branch that leads to the outcome, and the number of dropped branches.
 
-        Failed branches are counted by reason as `dropped_branches/<reason>`, and those that were
+        Dropped branches are counted by reason as `dropped_branches/<reason>`, and those that were
         late or undecided also as `late/<part>` and `undecided`.
         """
         dropped = {name: float(count) for name, count in self._dropped.items()}
@@ -123,7 +123,7 @@ class BranchedPlay:
 
     @property
     def waiting(self) -> str:
-        """The calls that the branches wait for, as a text."""
+        """The calls that the branches wait for, as a text; "the orchestra" if they wait for none."""
         calls = [branch.episode.waiting for branch in self._branches if not branch.resting]
         return ", ".join(dict.fromkeys(calls)) or "the orchestra"
 
@@ -430,15 +430,18 @@ def _describe_calls(calls: Sequence[CallKey]) -> str:
 
 
 def failure_metrics(episode: Episode) -> list[str]:
-    """Return the names under which a failed branch is counted; [] if it has not failed."""
+    """Return the names of the metrics that count a failed branch; [] if it has not failed."""
     return dropped_metrics(episode.failure) if episode.error else []
 
 
 def dropped_metrics(failure: EngineError | EnvError | None) -> list[str]:
-    """Return the names under which a branch is counted that was dropped.
+    """Return the names of the metrics that count a dropped branch.
+
+    A branch is dropped if it fails, or if it is a replay whose changed turn got no reply from the
+    policy. A branch that only was not chosen to continue is not dropped.
 
     Args:
-        failure: reason; None: the orchestra ended without a step in the environment.
+        failure: why it was dropped; None: the orchestra ended without a step in the environment.
     """
     names = [f"dropped_branches/{type(failure).__name__ if failure else 'no_step'}"]
     if isinstance(failure, Late):
