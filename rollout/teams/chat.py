@@ -168,7 +168,7 @@ class Chat:
         return await self._host.prompt_tokens(self._agent, (*self.messages, *messages), self._state)
 
     async def run(self, max_turns: int) -> AgentReply:
-        """Make the tool calls of the latest reply and continue, until a reply makes none.
+        """Make the latest reply's tool calls and continue, until a reply makes none or the chat is full.
 
         Calls of one reply are made concurrently if their tools are `parallel`, the others in their
         order, since they may share a session. Results are in the order of the calls. The result of

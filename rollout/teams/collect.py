@@ -305,6 +305,7 @@ def _late_ending(scope: str, status: Status, deadline_s: float | None, play: _Pl
 
     Args:
         scope: "batch" or "trajectory".
+        deadline_s: the scope's deadline, which is never None here, because it has passed.
     """
     error = f"the {scope}'s deadline of {deadline_s:g} s passed while it waited for {play.waiting}"
     return _Ending(status=status, error=error, metrics=(f"late/{scope}",))

@@ -258,7 +258,7 @@ def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast
 
 
 def _string_literals(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the values of all string literals."""
+    """Return the values of all string literals among syntax nodes."""
     return {
         node.value
         for node in nodes
