@@ -90,8 +90,7 @@ class LoraConfig(Section):
 class CriticConfig(RateConfig):
     """A critic: a value head on a copy of the model that the policy starts from."""
 
-    # PPO's value clipping: distance from the value at the start of the training step at which the value loss is
-    # clipped, in units of the reward.
+    # Clip range of PPO's value loss in units of the reward, around the values at the start of the training step.
     clip: float = Field(0.2, gt=0)
     # Training steps in which the critic is trained and its policy is not yet.
     head_start: int = Field(0, ge=0)
