@@ -113,11 +113,7 @@ def expand_experiment(
         return _expand_mapping(content, file, folders, inclusion_chain)
 
     common = {key: value for key, value in content.items() if key not in ("grid", "settings")}
-    settings = content.get("settings") or {}
-    if not isinstance(settings, dict):
-        raise ConfigError(
-            f"{file}: settings is {settings}; expected a mapping from names to settings"
-        )
+    settings = _settings_by_name(content, file)
     expansion = _expand_mapping(common, file, folders, inclusion_chain)
     for value in _row_settings(content["grid"], str(name)):
         expansion = expansion.then(_expand_settings(value, str(name), settings, file))
@@ -253,6 +249,26 @@ def _unknown_config(group: str, name: object, folders: Sequence[Path]) -> Config
     nearest = get_close_matches(str(name), names, n=5, cutoff=0.5)
     hint = f"nearest: {', '.join(nearest)}" if nearest else f"there are: {', '.join(names)}"
     return ConfigError(f"no {group} '{name}' in the configs; {hint}")
+
+
+def _settings_by_name(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the `settings` of a file with a grid.
+
+    Raises:
+        ConfigError: they are not a mapping, or a name is not a text.
+    """
+    settings = content.get("settings") or {}
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"{file}: settings is {settings}; expected a mapping from names to settings"
+        )
+    for name in settings:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{file}: settings has the name {name}, of type {type(name).__name__}; expected text; put a name "
+                "such as 4 or on in quotes"
+            )
+    return settings
 
 
 def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:

@@ -163,6 +163,16 @@ def test_each_row_of_a_grid_is_an_experiment_and_later_settings_win(tmp_path: Pa
             "tow_a: [one, 7]",
             "grid row 't_tow_a' has settings 7; expected",
         ),
+        (
+            "t_three: [one, {seed: 8}]\nsettings:",
+            "t_tow_a:\nsettings:\n  4: {seed: 8}",
+            "settings has the name 4, of type int; expected text; put a name such as 4 or on in quotes",
+        ),
+        (
+            "t_three: [one, {seed: 8}]\nsettings:",
+            "t_tow_a:\nsettings:\n  on: {seed: 8}",
+            "settings has the name True, of type bool; expected text; put a name",
+        ),
         ("grid:", "grid: [", "not YAML"),
     ],
 )
