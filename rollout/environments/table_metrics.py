@@ -83,13 +83,14 @@ def rmsle(pairs: Pairs) -> float:
     """Return the root mean squared error of log(1 + x).
 
     Raises:
+        ValueError: a truth is -1 or less.
         AgentMistake: a prediction is -1 or less.
     """
-    try:
-        logarithms = [(math.log1p(truth), math.log1p(prediction)) for truth, prediction in pairs]
-    except ValueError as error:
-        raise AgentMistake("rmsle takes predictions above -1") from error
-    return rmse(logarithms)
+    if any(truth <= -1 for truth, _ in pairs):
+        raise ValueError("rmsle needs truths above -1")
+    if any(prediction <= -1 for _, prediction in pairs):
+        raise AgentMistake("rmsle takes predictions above -1")
+    return rmse([(math.log1p(truth), math.log1p(prediction)) for truth, prediction in pairs])
 
 
 def log_loss(pairs: Pairs) -> float:

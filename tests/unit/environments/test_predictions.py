@@ -121,6 +121,15 @@ def test_gini_needs_truths_that_differ_and_have_a_sum(truth: list[str], message:
         TABLE_METRICS["gini"].score(truth, ["1", "2"])
 
 
+def test_rmsle_needs_truths_and_predictions_above_minus_one() -> None:
+    rmsle = TABLE_METRICS["rmsle"]
+    with pytest.raises(AgentMistake, match="rmsle takes predictions above -1"):
+        rmsle.score(["0", "1"], ["0", "-1"])
+    with pytest.raises(ValueError, match="rmsle needs truths above -1") as refusal:
+        rmsle.score(["0", "-1"], ["0", "1"])
+    assert not isinstance(refusal.value, AgentMistake)
+
+
 @pytest.mark.parametrize(
     ("metric", "rows"),
     [
