@@ -188,25 +188,29 @@ class _Judge:
 
     def _is_complete(self, name: str, events: Sequence[_Event]) -> bool:
         """Return True if a test has reached its end and its required sites, with constants unchanged."""
-        tests = self._tests_of_function(name)
-        if not tests:
-            # The function is not in the file, so only pytest knows about its end.
+        functions = self._functions_of_test(name)
+        if not functions:
+            # The test's function is not in the file, so only pytest knows about its end.
             return True
         sites = {event[1] for event in events if event[0] == "site"}
         for kind, *values in events:
             if kind != "end":
                 continue
             number, constants = values
-            for test in tests:
-                if test.number == number and sites.issuperset(test.required_sites):
+            for function in functions:
+                if function.number == number and sites.issuperset(function.required_sites):
                     return self._are_constant(constants)
         return False
 
-    def _tests_of_function(self, name: str) -> list[HiddenTest]:
-        """Return the functions of the file that a test may have run.
+    def _functions_of_test(self, name: str) -> list[HiddenTest]:
+        """Return the functions of the file that may be the one of a test.
 
-        pytest names an inherited test after the subclass, in which the function is not defined. So it
-        may be any function of this name.
+        There are several if the file defines the function several times. pytest names an inherited
+        test after the subclass, in which the function is not defined; the function may then be any
+        with the same last name, in whatever class.
+
+        Args:
+            name: name that pytest gives the test.
         """
         # pytest names a test `path/test_a.py::TestAdd::test_one[parameters]`. The separator is written
         # `:{2}`, because the architecture test takes a string of two colons for the IPv6 address of a
@@ -215,11 +219,11 @@ class _Judge:
         qualified_name = ".".join(parts)
         if qualified_name in self._file.tests:
             return self._file.tests[qualified_name]
-        function = qualified_name.rpartition(".")[2]
+        last_name = qualified_name.rpartition(".")[2]
         inherited: list[HiddenTest] = []
-        for other_name, tests in self._file.tests.items():
-            if other_name.rpartition(".")[2] == function:
-                inherited += tests
+        for other_name, functions in self._file.tests.items():
+            if other_name.rpartition(".")[2] == last_name:
+                inherited += functions
         return inherited
 
     def _are_constant(self, reported: Mapping[str, str]) -> bool:
