@@ -133,8 +133,8 @@ async def passage_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
         """Read a passage of the corpus by its id.
 
         Args:
-            id: of the passage, as a search shows it in brackets.
-            around: how many passages before and after it in its document to read too.
+            id: id of the passage, as a search shows it in brackets.
+            around: number of neighbouring passages on each side, in the same document, to read as well.
         """
         step = await env.step(f"<read> {id} +{around} </read>")
         return step.observation
