@@ -237,8 +237,9 @@ class GymnasiumEnv(ThreadWorldEnv):
             raise EnvError(
                 f"the key of a Gymnasium game is its seed, a number, and not {key[:40]!r}"
             )
+        keywords: dict[str, Any] = dict(self.make or {})
         try:
-            self._env = gymnasium.make(self.id, **dict[str, Any](self.make or {}))
+            self._env = gymnasium.make(self.id, **keywords)
         except gymnasium.error.Error as error:
             raise EnvError(f"gymnasium cannot make '{self.id}': {error}") from error
         self._check_space()
