@@ -9,7 +9,7 @@ from mcore_mas.runtime.run_environments import open_environments
 from rollout.base.json_files import read_json
 from rollout.config.agents import build_team
 from rollout.records.trajectory import Trajectory
-from rollout.teams.collect import CollectOptions, Collector
+from rollout.teams.collect import CollectOptions, Collector, Deadlines
 from rollout.teams.quarantine import Quarantined
 
 
@@ -43,7 +43,12 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
             seed=recorded.seed,
             step=recorded.step,
             options=CollectOptions(
-                tree=branching, quarantine=Path(quarantine), env=config.env.name
+                tree=branching,
+                # The limit may be the cause of the failure. A replay has no deadlines, so
+                # that it can run in a debugger.
+                deadlines=Deadlines(max_turns=config.collection.max_turns),
+                quarantine=Path(quarantine),
+                env=config.env.name,
             ),
         )
         trajectory = asyncio.run(collector.play(recorded.task, recorded.sample))

@@ -390,6 +390,23 @@ def test_a_quarantined_trajectory_is_replayed_from_its_file(
     assert "completed   outcome 0" in output
 
 
+def test_a_trajectory_that_takes_too_many_turns_does_so_again_when_it_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A solver and a verifier take two turns, and one is allowed."""
+    limits = ("collection.max_turns=1", "collection.max_quarantined=1")
+    session = make_run(tmp_path, answer_correctly, "orchestra.options.max_loops=2", *limits)
+    with pytest.raises(TrainingError, match="all 4 trajectories failed"):
+        collect(session)
+
+    file, *_ = session.rollouts.collected.quarantine.iterdir()
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(session.config.model_dump(mode="json")))
+    status, output = replay(file, config, monkeypatch, capsys)
+    assert status == 1
+    assert "Defect: orchestra: asked for turn 2, and collection.max_turns is 1" in output
+
+
 def test_more_quarantined_trajectories_than_allowed_end_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
