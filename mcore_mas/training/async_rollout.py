@@ -333,7 +333,12 @@ class AsyncRollouts:
         self, step: int, tasks: Sequence[Task], started: float, log: CollectionLog
     ) -> list[Group]:
         """Play each task once at temperature 0."""
-        options = CollectOptions(started=started, log=log, sampling={"temperature": 0.0})
+        options = CollectOptions(
+            started=started,
+            log=log,
+            sampling={"temperature": 0.0},
+            quarantine=self.collected.greedy_quarantine,
+        )
         return await self._collector(step, options).collect(tasks, 1)
 
     async def _score_by_coach(
@@ -353,7 +358,7 @@ class AsyncRollouts:
             options,
             deadlines=config.collection,
             watchdog=self.watchdog,
-            quarantine=self.collected.quarantine,
+            quarantine=options.quarantine or self.collected.quarantine,
             env=config.env.name,
         )
         policies_of = None

@@ -53,6 +53,7 @@ class CollectedSteps:
     - `collection/step_000003.jsonl`: trajectories of the batch under way that have finished (see
       `CollectionLog`).
     - `quarantine/`: a file for each quarantined trajectory (see `rollout.teams.quarantine`).
+    - `greedy-quarantine/`: the same for greedy trajectories, whose files have the same names.
 
     A run that starts again from a checkpoint reuses trajectories and collections of the same recipe,
     if it reproduces the weights that sampled them. It reproduces those of the checkpoint, and those
@@ -72,6 +73,7 @@ class CollectedSteps:
         """
         self.folder = train / "trajectories"
         self.quarantine = train / "quarantine"
+        self.greedy_quarantine = train / "greedy-quarantine"
         self._logs = train / "collection"
         self._recipe = recipe
         self._remove_newer_than(self._newest_version_from(first_step))

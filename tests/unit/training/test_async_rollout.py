@@ -158,6 +158,21 @@ class TestGreedyBaseline:
         assert lost.error == "no greedy baseline: EngineError: gone"
         assert {sample.trajectory for sample in batch.samples} == {trained.id}
 
+    def test_a_sampled_and_a_greedy_trajectory_are_quarantined_in_different_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both trajectories of a task are its sample 0."""
+        monkeypatch.setattr(math, "last_boxed", break_at_thirteen)
+        session = make_run(tmp_path, lambda prompt, call: box(13), *REMAX)
+        with pytest.raises(TrainingError, match="2 of 2 trajectories are quarantined"):
+            collect(session)
+
+        collected = session.rollouts.collected
+        sampled = {file.name for file in collected.quarantine.iterdir()}
+        greedy = {file.name for file in collected.greedy_quarantine.iterdir()}
+        tasks = session.rollouts.schedule.batch(0)
+        assert sampled == greedy == {f"0-{task.id}-0.json" for task in tasks}
+
 
 def test_the_greedy_trajectory_is_rewarded_like_the_others(tmp_path: Path) -> None:
     """With a reward of 10 for success the advantage is 10 - 10, and not 10 minus outcome 1."""
