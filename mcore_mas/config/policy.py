@@ -205,9 +205,10 @@ class PolicyConfig(RateConfig):
     # Keep Adam's moments in host memory, except those of the weight that is being updated.
     host_moments: bool = False
     # Activations that the backward pass computes again. "selective": those of norms and SwiGLU; "full": all of every
-    # layer. None: the least with which a plan fits (cluster.gpus), or "none" without a plan.
+    # layer. None: chosen by the plan (cluster.gpus), or "none" without a plan.
     recompute: Recompute | None = None
-    # Linear layers of Megatron itself, or of Transformer Engine.
+    # Transformer layers. "local": without Transformer Engine; "te": with its linear layers, norms and experts, and with
+    # its attention in micro-batches whose sequences share no tokens.
     layers: Literal["local", "te"] = "local"
     # Products of the layers in FP8; needs layers: te and bf16. "hybrid": gradients have more exponent bits.
     fp8: Fp8Format | None = None
@@ -312,7 +313,7 @@ def check_shared_bases(policies: Mapping[str, PolicyConfig], trained: Collection
 
     Raises:
         ValueError: a policy with `share_base` is not trained, trains all weights, is alone on its model, or has
-            another layout than the others on it.
+            another value of one of `_SHARED_BASE_SETTINGS` than the first policy on it.
     """
     for name, policy in policies.items():
         if not policy.share_base:
