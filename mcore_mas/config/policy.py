@@ -161,6 +161,7 @@ def _uninherited_settings(section_name: str, name: JsonValue) -> set[str]:
     """
     if section_name == "loss":
         return {"options"}
+    # SGLang inherits the other settings of its servers, which all other engines refuse.
     if name == "sglang":
         return set(_ENGINE_CHOICE_SETTINGS)
     return {*_ENGINE_CHOICE_SETTINGS, *SERVER_SETTINGS}
@@ -260,8 +261,10 @@ class PolicyConfig(RateConfig):
 
     @property
     def overlaps(self) -> bool:
-        """True if the trainer's exchanges overlap with its computation."""
-        return self.dp * self.cp > 1 if self.overlap is None else self.overlap
+        """Value of `overlap`; if it is None, True if there are several data- or context-parallel ranks."""
+        if self.overlap is not None:
+            return self.overlap
+        return self.dp * self.cp > 1
 
     @model_validator(mode="after")
     def _check_settings_of_policy(self) -> Self:
