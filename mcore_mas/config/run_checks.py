@@ -141,7 +141,10 @@ def _check_agents(config: RunSections) -> None:
 
 
 def _check_team(config: RunSections) -> None:
-    """Check that orchestra, environment, reward, coach and retriever go with the agents."""
+    """Check that orchestra, environment, reward and coach go with the agents, and with each other.
+
+    Also check that the run has the coach that its reward needs, and the retriever that its environment needs.
+    """
     config.orchestra.check_agents(config.agents)
     config.env.check_tools(config.agents)
     if config.orchestra.name in TREE_ORCHESTRAS and config.trainer.branching is not None:
@@ -152,8 +155,9 @@ def _check_team(config: RunSections) -> None:
     if config.reward.name == "coach" and config.coach is None:
         raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
     if config.coach is not None:
-        named = config.coach.model_dump(include={"agents", "judged_with_answer", "metrics_for"})
-        check_agent_names("coach", named, config.agents)
+        options_with_agents = {"agents", "judged_with_answer", "metrics_for"}
+        options = config.coach.model_dump(include=options_with_agents)
+        check_agent_names("coach", options, config.agents)
     if "retriever" in config.env.needs and config.retriever is None:
         raise ValueError(
             f"env '{config.env.name}' needs a retriever; add retriever: {{}}, or name the urls of servers in it"
@@ -221,7 +225,10 @@ def _check_lengths(config: RunSections) -> None:
 
 
 def _check_replays(config: RunSections) -> None:
-    """Check that the advantage c3 has alternatives, and that the run can replay its trajectories."""
+    """Check that alternatives are sampled if an agent has the advantage c3, and only then.
+
+    Also check that the run can replay its trajectories, with at least one alternative for each.
+    """
     agents = config.replayed_agents
     replays = config.trainer.replays
     if replays is None and agents:
@@ -250,7 +257,9 @@ def _check_replays(config: RunSections) -> None:
 def _conflict_with_replays(config: RunSections) -> str:
     """Return the first setting that excludes `trainer.replays`, with the reason; "" if there is none."""
     if config.trainer.branching is not None:
-        return "trainer.branching, because a trajectory is replayed or sampled as a tree"
+        return (
+            "trainer.branching, because a trajectory that is sampled as a tree cannot be replayed"
+        )
     if config.orchestra.name in TREE_ORCHESTRAS:
         return f"orchestra '{config.orchestra.name}', which grows its own tree"
     if config.reward.name != "shared_outcome":
