@@ -86,10 +86,11 @@ class ClusterConfig(Section):
         """Refuse an engine that the placement of a run rules out.
 
         The transport `tensor` needs trainer and engine on the same GPU; `distributed` needs them on different ones,
-        because NCCL accepts no GPU twice; and several actors of an engine need a device each.
+        because NCCL accepts no GPU twice; and several actors of an embedded engine need a device each, and read
+        weights from a folder.
 
         Raises:
-            ValueError: the engine does not go with the run's devices or pool.
+            ValueError: the engine does not go with the run's devices, nodes or pool.
         """
         if engine.device == "cuda" and self.device == "cpu":
             raise ValueError(

@@ -1,7 +1,8 @@
 """Composition of a run's config.
 
 Hydra composes the groups (`team`, `loss`, `engine`, …) that a run chooses. Then the settings of the experiment, those
-of the recipes and the overrides are applied, in this order, and pydantic checks the result.
+of the recipes and the overrides are applied, in this order. Agents without a policy are assigned one, the ids of
+downloaded models and data sets are replaced by their folders, and pydantic checks the result.
 """
 
 from collections.abc import Mapping, Sequence

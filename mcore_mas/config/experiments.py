@@ -176,7 +176,8 @@ def check_config_file(file: Path) -> None:
 def check_mapping(file: Path) -> None:
     """Check that a config file holds a mapping of keys, or nothing.
 
-    OmegaConf reads a text as a key, and many errors of OmegaConf and Hydra do not name the file.
+    OmegaConf would load a file that holds only a word as a mapping with this word as its key, and many errors of
+    OmegaConf and Hydra do not name the file.
 
     Raises:
         ConfigError: the file is too large, cannot be read or is not YAML, or holds another value.

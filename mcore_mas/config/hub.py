@@ -16,7 +16,7 @@ def downloaded_model(model: str) -> str:
     """
     if model.startswith("~/"):
         model = str(Path(model).expanduser())
-    if Path(model).exists() or model.count("/") != 1:
+    if Path(model).exists() or model.count("/") != 1:  # an id is OWNER/NAME
         return model
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

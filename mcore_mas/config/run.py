@@ -36,8 +36,8 @@ class RunConfig(RunSections):
     def load(cls, path: Path) -> RunConfig:
         """Read a resolved config, as the pipeline wrote it.
 
-        A run can be used from any directory, also after its folder was moved or copied (see
-        `relocate_paths`).
+        Its paths are rewritten, so that a run can be used from any directory, also after its folder
+        was moved or copied (see `relocate_paths`).
 
         Raises:
             ConfigError: the file is missing, cannot be read or is not YAML, or its values do not validate.
