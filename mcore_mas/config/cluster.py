@@ -85,6 +85,7 @@ class ClusterConfig(Section):
     def check_engine(self, policy: str, engine: EngineConfig) -> None:
         """Refuse an engine that the placement of a run rules out.
 
+        `cluster.device: cpu` hides the GPUs from every engine, and the embedded engine runs on the node of the command.
         The transport `tensor` needs trainer and engine on the same GPU; `distributed` needs them on different ones,
         because NCCL accepts no GPU twice; and several actors of an embedded engine need a device each, and read
         weights from a folder.
@@ -94,8 +95,8 @@ class ClusterConfig(Section):
         """
         if engine.device == "cuda" and self.device == "cpu":
             raise ValueError(
-                f"policies.{policy}: engine.device: cuda, and cluster.device: cpu shows it no GPU; set "
-                "cluster.device: auto, or engine.device: cpu"
+                f"policies.{policy}: engine.device is cuda, but cluster.device: cpu hides the GPUs from the engine; "
+                "set cluster.device: auto, or engine.device: cpu"
             )
         nodes = self.nodes.get(policy)
         if engine.name == "embedded" and nodes is not None and nodes.rollout is not None:
@@ -106,13 +107,13 @@ class ClusterConfig(Section):
         has_own_servers = engine.name == "sglang" and not engine.urls
         if has_own_servers and engine.transport == "tensor" and self.pool == "split":
             raise ValueError(
-                "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
-                "its trainer is on others; use cluster.pool: shared, or transport distributed"
+                "engine.transport: tensor hands over weights in the memory of GPUs that trainer and engine share, but "
+                "with cluster.pool: split each has its own GPUs; use cluster.pool: shared, or transport distributed"
             )
         if has_own_servers and engine.transport == "distributed" and self.pool == "shared":
             raise ValueError(
                 "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
-                "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
+                "but with cluster.pool: shared they share GPUs; use cluster.pool: split, or transport tensor"
             )
         has_several_actors = engine.name == "embedded" and engine.replicas > 1
         reads_folder = engine.transport in (None, "disk")
@@ -138,8 +139,8 @@ class ClusterConfig(Section):
             if resident:
                 reason = f"policy '{resident[0]}' keeps its memory"
             raise ValueError(
-                f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {reason}; use cluster.pool: "
-                "shared and offload: true of every policy that trains, or one_by_one: false"
+                f"cluster.one_by_one: trainers take turns with the memory of the GPUs that they share, but {reason}; "
+                "use cluster.pool: shared and offload: true for every trained policy, or one_by_one: false"
             )
         for name in self.nodes:
             if name not in groups:
