@@ -188,7 +188,7 @@ def _check_sessions(config: RunSections) -> None:
 
 
 def _check_cold_start(config: RunSections) -> None:
-    """Check that a cold start's options suit its generator and the team, and that no policy has a chat template."""
+    """Check that a cold start's options suit the data's generator and the team; refuse chat templates of policies."""
     if config.cold_start is None:
         return
     options = config.cold_start.options

@@ -61,15 +61,14 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     # Newest steps whose trajectories are kept, besides those since the newest checkpoint; None: all.
     keep_trajectories: int | None = Field(None, ge=1)
-    # Checkpoints with the highest validation accuracy that are kept too; each is saved when it is found.
+    # Checkpoints with the highest validation accuracy that are kept too; each is saved right after its validation.
     # None: one if there are validation tasks.
     keep_best: int | None = Field(None, ge=0)
     # Weights that are written as the finished policies: those after the last step, or those of the checkpoint with
     # the highest validation accuracy (see keep_best).
     final: Literal["last", "best"] = "last"
-    # Continuation from checkpoints of another recipe, which here is everything that decides what is learnt, and not a
-    # file of configs/recipe. "same": it is refused; "changed": the run is forked, and continues from its newest
-    # checkpoint.
+    # Use of the run's checkpoints if the settings that decide what is learnt, an input or the code have changed since.
+    # "same": the run is refused; "changed": it is forked, and continues from its newest checkpoint.
     resume: Literal["same", "changed"] = "same"
 
     # Training steps between two validations.
@@ -83,8 +82,8 @@ class TrainerConfig(Section):
     # finite gradient in N steps in a row. None: it does not stop for these reasons.
     signal_within: int | None = Field(10, ge=1)
     watch: WatchConfig = WatchConfig()
-    # Bounds of the gap between the log-probabilities of engine and trainer in nats, by the figure that is bounded, such
-    # as the mean. The run stops above a bound. A figure that is not given has the default bound of the precision.
+    # Bounds, in nats, of figures of the gap between the log-probabilities of engine and trainer, such as its mean. The
+    # run stops above a bound. A figure that is not given has the default bound of the precision, if there is one.
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)
 
     @property
