@@ -12,7 +12,6 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import experiments
 
 PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
-PAGE = pages()[EXPERIMENTS]
 
 DRMAS_MATH = {
     "trainer.tasks_per_step": 32,
@@ -375,16 +374,22 @@ def test_stronger_mas_trains_its_small_model_on_apps_and_its_large_one_on_code_c
     )
 
 
+@cache
+def graded_rows() -> list[tuple[str, str]]:
+    """Return the patterns of experiments in the page's tables, each with the grade of its source."""
+    page = pages()[EXPERIMENTS]
+    return re.findall(
+        r"^\| `([^`]+)` \|.*?\| (primary|secondary|no number known) \|", page, flags=re.MULTILINE
+    )
+
+
 @pytest.mark.parametrize("experiment", PUBLISHED)
 def test_an_experiment_says_where_it_is_from_and_how_sure_that_is(experiment: str) -> None:
     comment = " ".join(
         re.findall(r"^# (.*)", experiments()[experiment].read_text(), flags=re.MULTILINE)
     )
     assert re.search(r"\((arXiv \d{4}\.\d{5}|ICLR 2026)\)", comment)
-    rows = re.findall(
-        r"^\| `([^`]+)` \|.*?\| (primary|secondary|no number known) \|", PAGE, flags=re.MULTILINE
-    )
-    assert [grade for pattern, grade in rows if experiment in expand(pattern)]
+    assert [grade for pattern, grade in graded_rows() if experiment in expand(pattern)]
 
 
 def expand(pattern: str) -> list[str]:
