@@ -1,7 +1,10 @@
 """Imports of the process from which ranks and programs of tests are forked."""
 
+import ctypes
 import gc
 import importlib
+import re
+from pathlib import Path
 
 gc.disable()  # modules are no garbage
 
@@ -35,3 +38,25 @@ for name in (
 
 gc.enable()
 gc.freeze()  # excludes the modules from the garbage collections of forks
+
+
+def _collapse_memory() -> None:
+    """Move this process's data to huge pages, where the kernel (Linux 6.1) has them.
+
+    A fork copies an entry of the page table for each page: half a gigabyte in small ones takes 45 ms of
+    processor time, and in huge ones 18 ms. A program takes three forks.
+    """
+    madv_collapse = 25
+    huge_page = 2 << 20
+    libc = ctypes.CDLL(None)
+    maps = Path("/proc/self/maps").read_text()
+    for first, last in re.findall(
+        r"^(\w+)-(\w+) rw-p \w+ 00:00 0 +(?:\[heap\])?$", maps, re.MULTILINE
+    ):
+        start = -(-int(first, 16) // huge_page) * huge_page
+        size = int(last, 16) // huge_page * huge_page - start
+        if size > 0:
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), madv_collapse)
+
+
+_collapse_memory()
