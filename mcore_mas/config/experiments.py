@@ -49,7 +49,7 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
     """Return the file of each experiment in a folder of configs; all rows of a grid have the file of the grid.
 
     Raises:
-        ConfigError: a file cannot be read or is not YAML, or its grid is not a mapping.
+        ConfigError: a file cannot be read or is not YAML, or its grid is not a mapping from texts.
     """
     files = {}
     for file in sorted((folder / "experiment").glob("*.yaml")):
@@ -59,12 +59,22 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
 
 
 def names_in(group: str) -> list[str]:
-    """Return the sorted names of a group's configs: those shipped, and those in `configs` of the working directory."""
+    """Return the sorted names of the experiments, the recipes or the configs of a group.
+
+    These are the shipped ones, and those in `configs` of the working directory.
+
+    Raises:
+        ConfigError: the file of an experiment cannot be used (see `experiments`).
+    """
     return config_names(group, [CONFIGS, Path("configs").resolve()])
 
 
 def config_names(group: str, folders: Sequence[Path]) -> list[str]:
-    """Return the sorted names of the experiments, the recipes or the configs of a group in several folders."""
+    """Return the sorted names of the experiments, the recipes or the configs of a group in several folders.
+
+    Raises:
+        ConfigError: the file of an experiment cannot be used (see `experiments`).
+    """
     names: set[str] = set()
     for folder in folders:
         if group == "experiment":
@@ -75,10 +85,10 @@ def config_names(group: str, folders: Sequence[Path]) -> list[str]:
 
 
 def find_config(group: str, name: object, folders: Sequence[Path]) -> Path:
-    """Return the file of a config; the first folder that has it wins.
+    """Return the file of a recipe or of a group's config; the first folder that has it wins.
 
     Raises:
-        ConfigError: no folder has it; the nearest names are listed.
+        ConfigError: no folder has it; the error lists the nearest names or, if none is near, all names.
     """
     for folder in folders:
         file = folder / group / f"{name}.yaml"
@@ -90,9 +100,10 @@ def find_config(group: str, name: object, folders: Sequence[Path]) -> Path:
 def expand_experiment(
     name: object, folders: Sequence[Path], included_by: Sequence[object] = ()
 ) -> Expansion:
-    """Expand an experiment: the experiments in its `defaults`, then its settings, then those of its row in a grid.
+    """Expand an experiment: its `defaults` list, then its settings, then those of its row in a grid.
 
-    The name of a row of a grid is also the name of its run.
+    The `defaults` list includes other experiments and chooses the configs of groups. If `_self_` is in the list, the
+    settings are applied there. The name of a row of a grid is also the name of its run.
 
     Args:
         name: name of the experiment.
@@ -105,7 +116,10 @@ def expand_experiment(
     """
     if name in included_by:
         chain = " -> ".join(map(str, (*included_by, name)))
-        raise ConfigError(f"experiments cannot include themselves: {chain}; rename one of them")
+        raise ConfigError(
+            f"experiments cannot include themselves: {chain}; remove one of these from the defaults that name it, or "
+            "give your experiment another name"
+        )
     file = _experiment_file(name, folders)
     content = _load_config(file)
     inclusion_chain = (*included_by, name)
@@ -139,15 +153,21 @@ def expand_braces(pattern: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _load_config(file: Path) -> dict[str, Any]:
-    """Load a config file with OmegaConf; interpolations stay as they are written."""
+    """Load a config file with OmegaConf; interpolations stay as they are written.
+
+    All callers get the same cached values, so they must not change them.
+
+    Raises:
+        ConfigError: the file is too large, cannot be read or is not YAML, or is not a mapping.
+    """
     return _load_cached(file, _modified_ns(file))
 
 
 def _modified_ns(file: Path) -> int:
-    """Return the time of a file's last modification.
+    """Return the time of a file's last modification, in nanoseconds since the epoch.
 
     Raises:
-        ConfigError: there is no such file, as for a link to a missing one.
+        ConfigError: the file does not exist, for example because the path is a link to a missing file.
     """
     try:
         return file.stat().st_mtime_ns
@@ -185,7 +205,9 @@ def check_mapping(file: Path) -> None:
     check_config_file(file)
     values = _read_yaml(file)
     if values is not None and not isinstance(values, dict):
-        raise ConfigError(f"{file}: {type(values).__name__}; expected a mapping of keys")
+        raise ConfigError(
+            f"{file}: holds a value of type {type(values).__name__}; expected a mapping of keys"
+        )
 
 
 def _read_yaml(file: Path) -> Any:
@@ -221,7 +243,13 @@ def _load_cached(file: Path, modified_ns: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _experiments_in(file: Path, modified_ns: int) -> list[str]:
-    """Return the names of the experiments in a file; for `modified_ns` see `_load_cached`."""
+    """Return the names of the experiments in a file: the rows of its grid, or else the name of the file.
+
+    For `modified_ns` see `_load_cached`.
+
+    Raises:
+        ConfigError: the file cannot be read or is not YAML, or its grid is not a mapping from texts.
+    """
     values = _read_yaml(file)
     if not isinstance(values, dict) or "grid" not in values:
         return [file.stem]
@@ -266,8 +294,8 @@ def _settings_by_name(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     for name in settings:
         if not isinstance(name, str):
             raise ConfigError(
-                f"{file}: settings has the name {name}, of type {type(name).__name__}; expected text; put a name "
-                "such as 4 or on in quotes"
+                f"{file}: settings has the name {name}, of type {type(name).__name__}; expected text; write a "
+                "name such as `4` or `on` in quotes"
             )
     return settings
 
@@ -342,7 +370,10 @@ def _expand_mapping(
     folders: Sequence[Path] = (),
     inclusion_chain: Sequence[object] = (),
 ) -> Expansion:
-    """Expand settings with their `defaults` list.
+    """Expand settings with their `defaults` list, whose entries are applied in their order.
+
+    The name of an experiment includes this experiment, and `override /GROUP: NAME` chooses the config of a group. As
+    in Hydra, `_self_` stands for the settings, which come last if the list has no `_self_`.
 
     Args:
         content: settings, and maybe a `defaults` list.
@@ -361,7 +392,6 @@ def _expand_mapping(
             f"{file}: defaults is {entries}; expected a list such as [override /team: chain]"
         )
 
-    # As in Hydra, `_self_` stands for the settings of the file, which come last if the list has no `_self_`.
     if "_self_" not in entries:
         entries = [*entries, "_self_"]
 
@@ -377,7 +407,7 @@ def _expand_mapping(
 
 
 def _override(entry: Any, file: Path) -> dict[str, Any]:
-    """Return the choice, by group, that an entry `override /GROUP: NAME` of a defaults list makes.
+    """Return the chosen config of each group that an entry of a defaults list names as `override /GROUP: NAME`.
 
     Raises:
         ConfigError: the entry has another form, or there is no such group.

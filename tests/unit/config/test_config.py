@@ -166,12 +166,13 @@ def test_each_row_of_a_grid_is_an_experiment_and_later_settings_win(tmp_path: Pa
         (
             "t_three: [one, {seed: 8}]\nsettings:",
             "t_tow_a:\nsettings:\n  4: {seed: 8}",
-            "settings has the name 4, of type int; expected text; put a name such as 4 or on in quotes",
+            "settings has the name 4, of type int; expected text; write a name such as `4` or `on` in "
+            "quotes",
         ),
         (
             "t_three: [one, {seed: 8}]\nsettings:",
             "t_tow_a:\nsettings:\n  on: {seed: 8}",
-            "settings has the name True, of type bool; expected text; put a name",
+            "settings has the name True, of type bool; expected text; write a name",
         ),
         ("grid:", "grid: [", "not YAML"),
     ],
@@ -659,9 +660,9 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         (b"slots: [", "not YAML .*engine/mine.yaml"),
         (b"# \xe9\n", "engine/mine.yaml: not YAML .*is not in UTF-8"),
         (b"slots: &loop [*loop]", "engine/mine.yaml: not YAML .*nested deeper than 100"),
-        (b"3", "engine/mine.yaml: int; expected a mapping of keys"),
-        (b"embedded", "engine/mine.yaml: str; expected a mapping of keys"),
-        (b"- embedded", "engine/mine.yaml: list; expected a mapping of keys"),
+        (b"3", "engine/mine.yaml: holds a value of type int; expected a mapping of keys"),
+        (b"embedded", "engine/mine.yaml: holds a value of type str; expected a mapping of keys"),
+        (b"- embedded", "engine/mine.yaml: holds a value of type list; expected a mapping of keys"),
         (b"defaults: 3", "Invalid defaults list in 'engine/mine'.*with a list as its defaults"),
         (b"defaults: [sglnag]", "In 'engine/mine': Could not load 'engine/sglnag'"),
     ],
@@ -680,7 +681,7 @@ def test_a_mistake_in_a_file_of_a_group_is_one_line(
     ("text", "message"),
     [
         (b"engine: &loop [*loop]", "not YAML .*nested deeper than 100"),
-        (b"tiny", "str; expected a mapping of keys"),
+        (b"tiny", "holds a value of type str; expected a mapping of keys"),
     ],
 )
 def test_a_mistake_in_a_recipe_is_one_line(text: bytes, message: str, tmp_path: Path) -> None:
