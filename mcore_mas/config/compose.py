@@ -2,7 +2,8 @@
 
 Hydra composes the groups (`team`, `loss`, `engine`, …) that a run chooses. Then the settings of the experiment, those
 of the recipes and the overrides are applied, in this order. Agents without a policy are assigned one, the ids of
-downloaded models and data sets are replaced by their folders, and pydantic checks the result.
+downloaded models and data sets are replaced by their folders, the rules of the scale are applied, and pydantic checks
+the result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,10 +66,11 @@ def resolve(
         overrides: overrides in Hydra's grammar, such as `experiment=demo_math`, `trainer.steps=3`.
         folder: folder of the user's configs; they replace shipped ones of the same name.
         scale: "paper" for the published size, or "tiny"; see `mcore_mas.config.scale`.
-        sections: merged into the composed sections, key by key; they set at least `run`.
+        sections: merged into the composed sections (see `_merge_sections`); they set at least `run`, the name by which
+            errors call the config. None or {}: nothing is merged.
 
     Returns:
-        The plain values of all sections.
+        The plain values of all sections, with the defaults of settings that no file and no override sets.
 
     Raises:
         ConfigError: a file is not a config, an override cannot be applied, or the result does not validate.
@@ -114,7 +116,13 @@ def _at_scale(values: Mapping[str, Any], scale: str, origin: str) -> dict[str, A
 
 
 def _compose(overrides: Sequence[Override], folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Compose plain values of all sections; interpolations are resolved."""
+    """Compose plain values of all sections; interpolations are resolved.
+
+    Raises:
+        ConfigError: a chosen config does not exist, a file cannot be used, or a key to delete is not in the config.
+        HydraException: Hydra cannot compose the groups.
+        OmegaConfBaseException: an override or an interpolation cannot be applied, or a value is missing (`???`).
+    """
     choices, changes = _split_overrides(overrides)
     expansion = Expansion()
     for name in _names(choices.pop("experiment", DEFAULT_EXPERIMENT)):
@@ -171,10 +179,13 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int
     """Let Hydra compose config.yaml and its groups from `folder` and, where that lacks a file, the shipped configs.
 
     A composition takes Hydra a tenth of a second, and most runs of a suite choose the same groups. Results are
-    therefore cached until a file, and with it `files_hash`, changes.
+    therefore cached until a file, and with it `files_hash`, changes. All callers get the same values, so they must not
+    change them.
 
     Raises:
         ConfigError: a file cannot be loaded, or its `defaults` is not a list.
+        HydraException, OmegaConfBaseException: Hydra cannot compose the files, for example because one includes a
+            config that does not exist.
     """
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
@@ -224,7 +235,7 @@ def _group_override(group: str, chosen: Any) -> str:
 
 
 def _names(chosen: Any) -> list[Any]:
-    """Return the names that a choice has: one, a list of them, or none."""
+    """Return the names in a choice, which is one name, a list of names, or None."""
     if chosen is None:
         return []
     return chosen if isinstance(chosen, list) else [chosen]
@@ -253,6 +264,7 @@ def _parse(text: str) -> Override:
 def _apply(override: Override, config: DictConfig) -> None:
     """Set or delete the key of an override in the config.
 
+    A mapping is merged into the section that the config has under this key; any other value replaces the present one.
     A key that the composed files lack can be set too, because it may have a default in the code.
 
     Raises:
@@ -272,7 +284,11 @@ def _apply(override: Override, config: DictConfig) -> None:
 
 
 def _merge_sections(values: dict[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge sections into the composed ones; a section that names another choice drops the options of the old one."""
+    """Return the composed sections with `sections` merged into them key by key.
+
+    Where a section changes the `name` of a choice, such as that of the reward, the composed `options` are dropped
+    first, because they are options of the old choice.
+    """
     composed = dict(values)
     for key, section in sections.items():
         before = composed.get(key)
