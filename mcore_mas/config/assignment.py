@@ -17,11 +17,12 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     - "partly": each agent gets its policy in `partly`, a mapping that the team defines.
     - A mapping: each agent gets its policy in this mapping.
 
-    The defaults go to the assigned policies that an agent plays, and to those of the section `policies`, whose
-    settings replace the defaults. The three keys are left out of the result.
+    `policy_defaults` is merged into the policies that `sharing` assigns and an agent plays, and into those of the
+    section `policies`; a setting in that section takes precedence. The result lacks the three keys. Agents that are
+    not mappings stay as they are, for the validation to report.
 
     Raises:
-        ConfigError: the config has no team, or `sharing` or `policy_defaults` has a wrong value.
+        ConfigError: the config has no team, or `sharing`, `partly` or `policy_defaults` has a wrong value.
     """
     missing = [key for key in ("orchestra", "env", "reward", "agents") if key not in values]
     if missing:
@@ -34,7 +35,7 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     partly = sections.pop("partly", None)
     defaults = sections.pop("policy_defaults", {})
     if not _are_mappings(sections["agents"]):
-        return sections  # the validation of the config reports malformed agents
+        return sections
 
     policy_names = _policy_names(sharing, partly, list(sections["agents"]))
     agents = {
@@ -65,12 +66,12 @@ def _policy_names(sharing: Any, partly: Any, agents: list[str]) -> Mapping[str, 
     """Return the policy that `sharing` assigns to each agent.
 
     Args:
-        sharing: a way of sharing, or a policy for each agent.
-        partly: the policies of "partly"; None: the team has none.
+        sharing: "shared", "separate", "partly", or a mapping from each agent to a policy.
+        partly: the mapping of "partly"; None: the team defines none.
         agents: names of the agents.
 
     Raises:
-        ConfigError: the way is unknown, or there is not exactly one policy for each agent.
+        ConfigError: `sharing` is another value, or a mapping lacks an agent or has a name that is no agent's.
     """
     ways = {
         "shared": dict.fromkeys(agents, "shared"),

@@ -40,7 +40,8 @@ class RunConfig(RunSections):
         was moved or copied (see `relocate_paths`).
 
         Raises:
-            ConfigError: the file is missing, cannot be read or is not YAML, or its values do not validate.
+            ConfigError: the file is missing, cannot be read, is not YAML or not a mapping, or its values do not
+                validate.
         """
         if not path.is_file():
             raise ConfigError(
@@ -53,7 +54,7 @@ class RunConfig(RunSections):
             raise ConfigError(
                 f"{path}: cannot be read ({error.strerror}); check its permissions, or make it again"
             ) from error
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+        except yaml.YAMLError as error:
             message = " ".join(str(error).split())
             raise ConfigError(f"{path}: not YAML ({message}); make it again") from error
         if not isinstance(values, dict):
@@ -71,7 +72,7 @@ class RunConfig(RunSections):
             origin: source of the values, such as a file's path, with which error messages begin.
 
         Raises:
-            ConfigError: the values do not validate.
+            ConfigError: a key or a value was removed (see `removed_key_error`), or the values do not validate.
         """
         if isinstance(values, dict):
             removed = removed_key_error(values)

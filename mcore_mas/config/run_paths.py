@@ -13,11 +13,13 @@ _SQLITE = "sqlite:///"
 def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Rewrite the paths of a run's config so that they are valid from the working directory.
 
-    The paths are relative to the project: the directory from which the run was started. Nothing
-    changes if that is the working directory. Otherwise every path to a file of the run is replaced by
-    the path where the run's folder lies now. If the run is still in its project, the paths of the
-    project's other files and SQLite databases become absolute (see `_relocate_text`), and the project
-    is added to sys.path for the modules of the user's team.
+    The paths in the file are relative to the project: the directory from which the run was started.
+    Nothing changes if the project is the working directory. Otherwise every path to a file of the run
+    is replaced by its path in the present folder of the run, and `results` and `run` are set to this
+    folder. If the run is still in its project, the paths of the project's other files and SQLite
+    databases become absolute too (see `_relocate_text`), and the project is added to sys.path for the
+    modules of the user's team. If the run was moved out of its project, all other paths stay as they
+    are.
 
     Args:
         values: values that were read from the file.
@@ -48,7 +50,7 @@ def _relocate_text(text: str, *, folder: Path, written_folder: Path, project: Pa
         text: a path, the URL of a SQLite database, or any other text, such as a name or a prompt.
         folder: present folder of the run.
         written_folder: the run's folder as its config names it.
-        project: the run's project, or None if the run was moved out of it.
+        project: the run's project, or None if it is not known (see `_project_of`).
     """
     is_sqlite_url = text.startswith(_SQLITE)
     prefix = _SQLITE if is_sqlite_url else ""

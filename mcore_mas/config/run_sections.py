@@ -43,7 +43,9 @@ FolderName = Annotated[
 class RunSections(Section):
     """Sections of a run, each of which is valid; `RunConfig` also checks that they go together."""
 
+    # Name of the run, and of its folder in `results`.
     run: FolderName
+    # Folder of the results of all runs.
     results: Path = Path("results")
     seed: int = 1
     data: DataConfig
@@ -77,7 +79,7 @@ class RunSections(Section):
 
     @property
     def models(self) -> dict[str, str]:
-        """Model folder of each policy that is not a remote model."""
+        """Folder of the model, or its id on the Hub, of each policy that is not a remote model."""
         return {
             name: policy.model for name, policy in self.policies.items() if policy.remote is None
         }
@@ -236,6 +238,7 @@ class RunSections(Section):
         """
         if self.evaluation.in_flight is not None:
             return self.evaluation.in_flight
+        # Twice as many trajectories as requests that are decoded at once: while some call tools, others fill the slots.
         remote_slots = sum(remote.concurrency for remote in self.remotes.values())
         return 2 * (self.engine.slots * servers + remote_slots)
 
@@ -244,7 +247,7 @@ _Run = TypeVar("_Run", bound=RunSections)
 
 
 def for_policy(config: _Run, policy: str) -> _Run:
-    """Return the run with a policy's overrides of engine, loss and trainer.
+    """Return the run's config with a policy's overrides merged into the sections engine, loss and trainer.
 
     Raises:
         ValueError: the settings do not validate, or a micro-batch cannot hold one sequence of the engine.
@@ -293,9 +296,9 @@ def engine_holder(config: RunSections, policy: str) -> str:
 def schedule_length(config: RunSections, policy: str) -> int:
     """Return the length of the learning rate schedule of a policy, or of its critic, that has no `decay_steps`.
 
-    The length is the number of the policy's updates in the whole run. The steps of a critic's head start count,
-    although only the critic is updated in them. With `trainer.minibatch` the number of updates is not known
-    beforehand, so the length is the number of steps that train the policy.
+    The length is the number of the policy's updates in the whole run, 0 for a frozen policy. The steps of a critic's
+    head start count, although only the critic is updated in them. With `trainer.minibatch` the number of updates is
+    not known beforehand, so the length is the number of steps that train the policy.
     """
     trainer = for_policy(config, policy).trainer
     if trainer.alternate is not None:
