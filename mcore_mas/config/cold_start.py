@@ -15,10 +15,12 @@ class BaseModelConfig(Section):
     heads: int = Field(ge=1)
     kv_heads: int = Field(ge=1)
     ffn: int = Field(ge=8)
-    # Size of the vocabulary, including 256 bytes and the special tokens.
+    # Maximum number of tokens of the vocabulary, including 256 bytes and the special tokens.
     vocab: int = Field(ge=300)
+    # Longest sequence in tokens.
     positions: int = Field(1024, ge=16)
-    # The longest text that may become one token; a digit is always a token of its own.
+    # "words": a token is at most a word, with the space before it; "phrases": it may also be several words. A digit is
+    # always a token of its own.
     tokens: Literal["words", "phrases"] = "words"
 
     @model_validator(mode="after")
@@ -32,7 +34,7 @@ class BaseModelConfig(Section):
 
     @property
     def transformers_settings(self) -> dict[str, Any]:
-        """The settings of the model's config.json."""
+        """The settings of the model's config.json; its `vocab_size` is lower if the tokenizer has fewer tokens."""
         return {
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
@@ -53,8 +55,9 @@ class ColdStartConfig(Section):
     """
 
     base: BaseModelConfig
-    # Options of the generator's demonstrations.
+    # Options of the demonstrations that `data.generator` makes.
     options: dict[str, Any] = Field(default_factory=dict)
+    # Learning rate after the warm-up.
     lr: float = Field(gt=0)
     warmup_steps: int = Field(50, ge=0)
     # Demonstrations per step.

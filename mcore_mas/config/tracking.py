@@ -34,6 +34,7 @@ class TrackingConfig(Section):
 
     # MLflow's tracking store.
     uri: str
+    # MLflow's experiment, and the project of wandb.
     experiment: str
     # Number of trajectories that are sent as traces in each step with a validation.
     traces: int = Field(2, ge=0)
