@@ -173,10 +173,7 @@ def _check_sessions(config: RunSections) -> None:
     branching = config.trainer.branching
     if config.env.name != "openenv" or branching is None:
         return
-    steps = 1
-    if config.collects_ahead:
-        steps += max(map(config.staleness_of, config.trained))
-    trees = steps * config.trainer.trajectories_per_step
+    trees = config.concurrent_steps * config.trainer.trajectories_per_step
     needed = trees * (branching.width - 1) + 1
     sessions = openenv_sessions(**config.env.options)
     if sessions < needed:

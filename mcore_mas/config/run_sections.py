@@ -230,6 +230,21 @@ class RunSections(Section):
                 return False
         return True
 
+    @property
+    def concurrent_steps(self) -> int:
+        """Largest number of training steps whose trajectories may be collected at the same time."""
+        # Later first steps give no larger number: the order of `alternate` repeats, and the run's end only lowers it.
+        first_steps = 1
+        if self.trainer.alternate is not None:
+            first_steps = self.trainer.alternate.steps * len(self.trainer.alternate.order)
+        largest = 1
+        for first in range(min(first_steps, self.trainer.steps)):
+            last = first
+            while last + 1 < self.trainer.steps and self.may_collect(last + 1, first):
+                last += 1
+            largest = max(largest, last - first + 1)
+        return largest
+
     def trajectories_in_flight(self, servers: int) -> int:
         """Return the largest number of concurrent trajectories of an evaluation or validation.
 

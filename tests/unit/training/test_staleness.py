@@ -73,6 +73,26 @@ class TestConfig:
             allowed = [later for later in range(step, 6) if config.may_collect(later, step)]
             assert max(allowed) == last
 
+    @pytest.mark.parametrize(
+        ("overrides", "steps"),
+        [
+            ([], 1),
+            (["+trainer.staleness=2"], 3),
+            (["+trainer.staleness=2", "+policies.solver.staleness=1"], 2),
+            (["+trainer.staleness=9"], 6),  # all steps of the run
+            # the solver changes once and the verifier once before step 2 is trained
+            ([ALTERNATE, "+trainer.staleness=1"], 3),
+            # from step 0 on 1 step, and from step 1 on the steps 1 and 2
+            ([ALTERNATE, *staleness_of(0, 1)], 2),
+            ([ALTERNATE, *staleness_of(2, 1)], 4),
+        ],
+    )
+    def test_the_steps_that_may_be_collected_at_the_same_time(
+        self, overrides: list[str], steps: int
+    ) -> None:
+        values = resolve(["experiment=demo_math", "trainer.steps=6", *overrides])
+        assert RunConfig.from_values(values, "test").concurrent_steps == steps
+
     def test_a_policy_that_shares_memory_with_its_trainer_cannot_be_collected_ahead(self) -> None:
         message = r"policy 'solver': offload frees .* choose one of them"
         with pytest.raises(ConfigError, match=message):
