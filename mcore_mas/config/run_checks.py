@@ -479,6 +479,11 @@ def _check_opponents(config: RunSections) -> None:
             f"opponents play an agent of the orchestra 'duel', and this run's is '{config.orchestra.name}'; choose "
             "team=duel, or leave opponents out"
         )
+    if not config.trained:
+        raise ValueError(
+            "opponents play in place of trained agents, and this run trains none; set the loss_weight of an agent, or "
+            "leave opponents out"
+        )
     total = sum(opponent.share for opponent in config.opponents.values())
     if total > 1 + 1e-9:
         raise ValueError(
@@ -521,12 +526,13 @@ def _check_past(config: RunSections, policy: str, past: PastConfig) -> None:
         )
     if config.policies[past.of].lora is not None:
         raise ValueError(
-            f"opponents.{policy}.past keeps whole weights, and '{past.of}' trains adapters; leave past or lora out"
+            f"opponents.{policy}.past keeps copies of all weights, and '{past.of}' trains only adapters; leave out "
+            f"opponents.{policy}.past or policies.{past.of}.lora"
         )
     if config.collects_ahead or config.engine.sleep:
         raise ValueError(
             f"opponents.{policy}.past gives the opponent's engine new weights before each step; "
-            "use trainer.staleness: 0 and engine.sleep: false"
+            "use a staleness of 0 and engine.sleep: false"
         )
     transport = for_policy(config, policy).engine.transport
     if transport in ("tensor", "distributed"):

@@ -209,13 +209,20 @@ def test_a_rank_that_was_killed_while_it_wrote_weights_stops_no_later_step(tmp_p
         ),
         (
             [RIVAL, f"opponents={{rival: {{{PAST}}}}}", "trainer.staleness=1"],
-            "use trainer.staleness: 0",
+            "gives the opponent's engine new weights before each step; use a staleness of 0",
         ),
         (
             [RIVAL, f"opponents={{rival: {{{PAST}}}}}", *TENSOR],
             "opponents.rival.past: its weights come from files, and transport 'tensor' sends",
         ),
         ([RIVAL], "policy 'rival' is played by no agent"),
+        (
+            [
+                *[RIVAL, "opponents={rival: {}}"],
+                *[f"+agents.{name}.loss_weight=0" for name in ("first", "second")],
+            ],
+            "opponents play in place of trained agents, and this run trains none",
+        ),
     ],
 )
 def test_opponents_that_cannot_play_are_refused(overrides: list[str], message: str) -> None:
