@@ -37,7 +37,7 @@ def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
 
     results = Path(values["results"])
     sections["policies"] = {
-        name: _scaled_policy({**policy, **rule["policies"]}, results)
+        name: _scaled_policy(name, {**policy, **rule["policies"]}, results)
         for name, policy in values["policies"].items()
     }
     sections["agents"] = {
@@ -85,9 +85,11 @@ def _limited(value: Any, limits: Mapping[str, int]) -> Any:
     return limited
 
 
-def _scaled_policy(policy: Mapping[str, Any], results: Path) -> dict[str, Any]:
+def _scaled_policy(name: str, policy: Mapping[str, Any], results: Path) -> dict[str, Any]:
     if policy.get("remote"):
-        raise ConfigError("a remote model has no tiny scale; give the agent a model folder")
+        raise ConfigError(
+            f"policies.{name}: a remote model has no tiny scale; give the policy a model folder in place of remote"
+        )
     scaled = {**policy, "model": str(results / policy["model"])}
     if policy.get("critic"):
         scaled["critic"] = {**policy["critic"], "warmup_steps": 0, "schedule": "constant"}

@@ -86,7 +86,7 @@ def test_a_section_of_a_wrong_type_is_named_at_every_scale(override: str, messag
 def test_a_remote_model_has_no_tiny_scale() -> None:
     remote = "{remote: {model: m, url: 'http://127.0.0.1:1'}, model: ''}"
     frozen = ["agents.verifier.loss_weight=0", f"++policies.verifier={remote}"]
-    with pytest.raises(ConfigError, match="a remote model has no tiny scale"):
+    with pytest.raises(ConfigError, match=r"policies\.verifier: a remote model has no tiny scale"):
         resolve(["experiment=drmas_t1_4b_separate_grpo", *frozen], None, "tiny")
 
 
