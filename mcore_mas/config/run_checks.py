@@ -86,6 +86,7 @@ def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
 def _check_policies_defined(
     policy_of_agent: Mapping[str, str], policies: Mapping[str, Any]
 ) -> None:
+    """Refuse an agent whose policy is not defined; the error names similar policies, or else similar agents."""
     for agent, policy in policy_of_agent.items():
         if policy in policies:
             continue
@@ -113,7 +114,11 @@ def _teacher_names(policies: Mapping[str, Any]) -> set[str]:
 
 
 def _check_agents(config: RunSections) -> None:
-    """Check that the role of each agent is known, and that each trained agent can train its policy."""
+    """Check that the role of each agent is known, and that each trained agent can train its policy.
+
+    An agent with a loss weight must sample at a temperature above 0. Its policy must have a learning rate, and may not
+    be a remote model.
+    """
     for name, agent in config.agents.items():
         try:
             lookup("agent role", agent.role or name, ROLES)
@@ -141,9 +146,11 @@ def _check_agents(config: RunSections) -> None:
 
 
 def _check_team(config: RunSections) -> None:
-    """Check that orchestra, environment, reward and coach go with the agents, and with each other.
+    """Check that orchestra, environment, reward and coach go with the agents, and that no part of the team is missing.
 
-    Also check that the run has the coach that its reward needs, and the retriever that its environment needs.
+    The orchestra must be able to play with these agents, and the environment must answer their tools. The options of
+    reward, penalties and coach may only name agents of the team. The reward `coach` needs a coach, and an environment
+    may need a retriever. An orchestra that grows its own tree excludes `trainer.branching`.
     """
     config.orchestra.check_agents(config.agents)
     config.env.check_tools(config.agents)
@@ -165,10 +172,11 @@ def _check_team(config: RunSections) -> None:
 
 
 def _check_sessions(config: RunSections) -> None:
-    """Check that OpenEnv's servers have enough sessions for the trees that grow at a time.
+    """Check that OpenEnv's servers have enough sessions, if a run with `trainer.branching` plays in env `openenv`.
 
-    A branch needs a session, and a tree keeps its sessions until all of its branches have one. If every tree
-    lacks one session for its last branch, a single further session lets the trees finish, one after the other.
+    A branch needs a session, and a tree keeps its sessions until all of its branches have one. If every tree that
+    grows at the same time lacks one session for its last branch, a single further session lets the trees finish, one
+    after the other.
     """
     branching = config.trainer.branching
     if config.env.name != "openenv" or branching is None:
@@ -185,7 +193,11 @@ def _check_sessions(config: RunSections) -> None:
 
 
 def _check_cold_start(config: RunSections) -> None:
-    """Check that a cold start's options suit the data's generator and the team; refuse chat templates of policies."""
+    """Check a cold start, if there is one, against the data's generator, the team and the policies.
+
+    The generator must write demonstrations and take the cold start's options. Options for a shipped generator may only
+    name agents of the team. No policy may set a chat template or its arguments.
+    """
     if config.cold_start is None:
         return
     options = config.cold_start.options
@@ -203,7 +215,11 @@ def _check_cold_start(config: RunSections) -> None:
 
 
 def _check_lengths(config: RunSections) -> None:
-    """Check that replies fit the sequences of the engines, and the buffer of `overlong` fits the replies."""
+    """Check that each agent's replies fit the engine, and that the buffer of the penalty `overlong` fits the replies.
+
+    A reply of `max_tokens` must leave room for a prompt in `engine.max_length`, unless the policy is a remote model,
+    whose length is not known. The buffer may be no longer than the agent's longest reply.
+    """
     overlong = config.reward.penalties.get("overlong", {})
     buffer = overlong.get("buffer", 0)
     for name, agent in config.agents.items():
@@ -222,9 +238,10 @@ def _check_lengths(config: RunSections) -> None:
 
 
 def _check_replays(config: RunSections) -> None:
-    """Check that alternatives are sampled if an agent has the advantage c3, and only then.
+    """Check that alternatives are sampled if a trained agent has the advantage c3, and only then.
 
-    Also check that the run can replay its trajectories, with at least one alternative for each.
+    If they are sampled, `trainer.replays.budget` must allow one for each trajectory of a step, and no other setting may
+    exclude `trainer.replays` (see `_conflict_with_replays`).
     """
     agents = config.replayed_agents
     replays = config.trainer.replays
@@ -270,7 +287,7 @@ def _conflict_with_replays(config: RunSections) -> str:
 
 
 def _check_credit(config: RunSections) -> None:
-    """Check the advantage estimator of each agent, and that the filter has several votes to compare."""
+    """Check the advantage estimator of each agent, and that a filter, if there is one, has several votes to compare."""
     for agent in config.agents:
         _check_advantage(config, agent)
     if config.filter is not None:
@@ -279,7 +296,10 @@ def _check_credit(config: RunSections) -> None:
 
 
 def _check_team_weight(config: RunSections) -> None:
-    """Check that at most one of the reward `local_team` and `trainer.branching` weighs the team's reward in trees."""
+    """Check that the reward `local_team` and `trainer.branching` do not both weigh the team's reward.
+
+    Their options `alpha` are multiplied in trees, so only one of the two may differ from 1.
+    """
     if config.reward.name == "local_team" and config.trainer.branching is not None:
         team_weight = config.reward.options.get("alpha", 1.0)
         branch_weight = config.trainer.branching.alpha
@@ -291,7 +311,12 @@ def _check_team_weight(config: RunSections) -> None:
 
 
 def _check_advantage(config: RunSections, name: str) -> None:
-    """Check that a run has the inputs of an agent's advantage estimator, and turns to compare with each other."""
+    """Check that a run has the inputs of an agent's advantage estimator, and several votes to compare.
+
+    The inputs are the critic of a trained policy, a greedy trajectory with a reward, or the rewards of consecutive
+    steps (see `REQUIRED_COLUMN`). Several votes are needed if the agent learns from its reward: it has a loss weight,
+    and its policy does not learn from a teacher alone. With the estimator's option `lone: raw` one vote is enough.
+    """
     agent = config.agents[name]
     advantage = config.advantage_of(name)
     label = f"agent '{name}': advantage '{advantage.name}'"
@@ -313,14 +338,17 @@ def _check_advantage(config: RunSections, name: str) -> None:
 
     teacher = config.teachers.get(agent.policy)
     learns_from_reward = agent.loss_weight and not (teacher and teacher.alone)
-    # With `lone: raw`, a vote without peers has an advantage too.
+    # With `lone: raw`, a single vote has an advantage too.
     if learns_from_reward and advantage.options.get("lone") != "raw":
         grouping = estimator_grouping(advantage.name, advantage.options)
         check_several_votes(label, grouping, config.vote_sources)
 
 
 def _check_schedules(config: RunSections) -> None:
-    """Check that policies trained in turn are all listed, and that each schedule is longer than its warm-up."""
+    """Check that `trainer.alternate` lists every trained policy once, and that schedules outlast their warm-ups.
+
+    The schedules are those of trained policies and of their critics, unless they are constant.
+    """
     alternate = config.trainer.alternate
     trained = config.trained
     if alternate is not None and sorted(alternate.order) != sorted(trained):
@@ -342,7 +370,11 @@ def _check_schedules(config: RunSections) -> None:
 
 
 def _check_engines(config: RunSections) -> None:
-    """Check that the engines go with the cluster and the policies."""
+    """Check the section `cluster` against the policies, and the engine of each policy (see `_check_policy_engine`).
+
+    Also refuse several threads per process if the embedded engine may run on a CPU with `engine.deterministic`, and
+    `engine.router_replay` if all policies are remote models.
+    """
     groups = {name: policies_on_base(config.policies, name) for name in config.policies}
     resident = [name for name in config.trained if not config.policies[name].offload]
     config.cluster.check_policies(groups, resident)
@@ -363,7 +395,11 @@ def _check_engines(config: RunSections) -> None:
 
 
 def _check_policy_engine(config: RunSections, name: str) -> None:
-    """Check that a policy's engine goes with the cluster, the policy's base model and its adapter."""
+    """Check that a policy's engine goes with the cluster, and can take the policy's adapter.
+
+    If the policy shares its base model, its engine must also take the adapter of the base model's holder. With
+    `engine.adapters: slots`, a trained policy must have adapters, on projections whose adapters SGLang takes.
+    """
     policy = config.policies[name]
     engine = for_policy(config, name).engine
     config.cluster.check_engine(name, engine)
@@ -383,7 +419,10 @@ def _check_policy_engine(config: RunSections, name: str) -> None:
 
 
 def _check_teachers(config: RunSections) -> None:
-    """Check that each teacher exists, and can score the tokens of its student."""
+    """Check that each student is trained, and that its teacher exists, can score its tokens and knows more than it.
+
+    A teacher is another policy, or the same one with a context. The student's engine may have no grammar.
+    """
     for name, teacher in config.teachers.items():
         key = f"policies.{name}.teacher"
         if name not in config.trained:
@@ -410,10 +449,12 @@ def _check_teachers(config: RunSections) -> None:
 
 
 def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> None:
-    """Check that a teacher can score the replies of its student: their lengths, and the agents' temperatures.
+    """Check that a teacher can score the replies of its student.
 
-    The length that a remote model takes is not known here. The teacher's context is not counted: `Teachers.score`
-    leaves out replies that are too long with it.
+    A remote teacher must be a server with a completions API (provider openai and a url), and may have no budget. The
+    engine of another teacher must take sequences as long as the student's. The teacher's context is not counted:
+    `Teachers.score` leaves out replies that are too long with it. The student's trained agents must sample at
+    temperature 1, unless the teacher has the embedded engine, which scores at any temperature.
     """
     key = f"policies.{student}.teacher"
     remote = config.policies[teacher].remote
@@ -437,7 +478,7 @@ def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> No
             f"{student_length}; set policies.{teacher}.overrides.engine.max_length: {student_length}"
         )
     if remote is None and engine.name == "embedded":
-        return  # it scores at any temperature
+        return  # the embedded engine scores at any temperature
     for name in config.trained_agents(student):
         temperature = config.agents[name].temperature
         if temperature != 1:
@@ -450,7 +491,11 @@ def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> No
 
 
 def _check_collection_ahead(config: RunSections) -> None:
-    """Refuse a staleness of frozen policies, and freeing memory while trajectories of later steps are collected."""
+    """Refuse a staleness of frozen policies, and settings that exclude collecting ahead of training.
+
+    If trajectories of later steps are collected while a step is trained, engines cannot sleep (`engine.sleep`), and
+    trainers cannot free their memory (`policies.NAME.offload`).
+    """
     for name, policy in config.policies.items():
         if policy.staleness is not None and name not in config.trained:
             raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")
@@ -471,7 +516,11 @@ def _check_collection_ahead(config: RunSections) -> None:
 
 
 def _check_opponents(config: RunSections) -> None:
-    """Check that opponents are frozen policies, that their shares fit, and that they can play."""
+    """Check the opponents of a run, if there are any.
+
+    They need the orchestra `duel` and a trained agent to play, and their shares may add up to at most 1.
+    `_check_opponent` checks each of them.
+    """
     if not config.opponents:
         return
     if config.orchestra.name != "duel":
@@ -494,6 +543,7 @@ def _check_opponents(config: RunSections) -> None:
 
 
 def _check_opponent(config: RunSections, policy: str, opponent: OpponentConfig) -> None:
+    """Check that an opponent is a defined, frozen policy that plays trained agents; check `past` if it is set."""
     if policy not in config.policies:
         raise ValueError(
             f"opponents names '{policy}', which is not defined; policies: {', '.join(config.policies)}; "
@@ -514,7 +564,11 @@ def _check_opponent(config: RunSections, policy: str, opponent: OpponentConfig) 
 
 
 def _check_past(config: RunSections, policy: str, past: PastConfig) -> None:
-    """Check that an opponent's engine can be given the earlier weights of a trained policy."""
+    """Check that an opponent's engine can be given the earlier weights of a trained policy before each step.
+
+    The opponent must start from the same model as the trained policy, all of whose weights must be trained. Nothing may
+    be collected ahead of training, the engine may not sleep, and its transport must take weights from files.
+    """
     if past.of not in config.trained:
         raise ValueError(
             f"opponents.{policy}.past.of is '{past.of}'; expected a trained policy: {', '.join(config.trained)}"
