@@ -26,14 +26,14 @@ def address_problem(address: str) -> str:
 
 
 class NodesConfig(Section):
-    """The nodes of a policy's processes: the value that their Ray label `pool` must have; None: any node.
+    """The nodes of a policy's processes, chosen by their Ray label `pool`; None: any node.
 
-    The label is set by `ray start --labels pool=NAME`, and has nothing to do with the setting `cluster.pool`.
+    A node gets the label by `ray start --labels pool=NAME`. It has nothing to do with the setting `cluster.pool`.
     """
 
-    # Nodes of the trainer and the critic.
+    # Label of the nodes of the trainer and the critic.
     train: _Label | None = None
-    # Nodes of the engine.
+    # Label of the nodes of the engine.
     rollout: _Label | None = None
 
 
@@ -55,7 +55,7 @@ class ClusterConfig(Section):
     threads_per_process: int | None = Field(None, ge=1)
     # Size of Ray's object store in MiB; None: enough for the samples of a step twice, and at least 256.
     object_store_mb: int | None = Field(None, ge=80)
-    # "split": a device for each process; "shared": the same devices for all policies.
+    # "split": each trainer, critic and engine has devices of its own; "shared": all of them use the same devices.
     pool: Literal["split", "shared"] = "split"
     # Nodes of each policy's processes in a running Ray, by policy.
     nodes: dict[str, NodesConfig] = Field(default_factory=dict)
@@ -68,7 +68,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:
-        """Check the address, and that `cpus` and `nodes` go with it."""
+        """Check the address; refuse `cpus` for a running Ray, and `nodes` without one or with a shared pool."""
         problem = address_problem(self.address)
         if problem:
             raise ValueError(f"address: {problem}")
@@ -107,13 +107,15 @@ class ClusterConfig(Section):
         has_own_servers = engine.name == "sglang" and not engine.urls
         if has_own_servers and engine.transport == "tensor" and self.pool == "split":
             raise ValueError(
-                "engine.transport: tensor hands over weights in the memory of GPUs that trainer and engine share, but "
-                "with cluster.pool: split each has its own GPUs; use cluster.pool: shared, or transport distributed"
+                f"policies.{policy}: engine.transport: tensor hands over weights in the memory of GPUs that trainer "
+                "and engine share, but with cluster.pool: split each has its own GPUs; use cluster.pool: shared, or "
+                "transport distributed"
             )
         if has_own_servers and engine.transport == "distributed" and self.pool == "shared":
             raise ValueError(
-                "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
-                "but with cluster.pool: shared they share GPUs; use cluster.pool: split, or transport tensor"
+                f"policies.{policy}: engine.transport: distributed joins trainer and engine in an NCCL group, which "
+                "takes no GPU twice, but with cluster.pool: shared they share GPUs; use cluster.pool: split, or "
+                "transport tensor"
             )
         has_several_actors = engine.name == "embedded" and engine.replicas > 1
         reads_folder = engine.transport in (None, "disk")
