@@ -86,9 +86,9 @@ class ClusterConfig(Section):
         """Refuse an engine that the placement of a run rules out.
 
         `cluster.device: cpu` hides the GPUs from every engine, and the embedded engine runs on the node of the command.
-        The transport `tensor` needs trainer and engine on the same GPU; `distributed` needs them on different ones,
-        because NCCL accepts no GPU twice; and several actors of an embedded engine need a device each, and read
-        weights from a folder.
+        For SGLang's servers that the run starts, the transport `tensor` needs trainer and engine on the same GPU, and
+        `distributed` needs them on different ones, because NCCL accepts no GPU twice. Several actors of an embedded
+        engine need a device each, and read weights from a folder.
 
         Raises:
             ValueError: the engine does not go with the run's devices, nodes or pool.
@@ -133,8 +133,8 @@ class ClusterConfig(Section):
             resident: trained policies without offload, which keep their memory while the team acts.
 
         Raises:
-            ValueError: trainers cannot take turns, or `nodes` names an unknown policy, or gives policies on the same
-                ranks different nodes.
+            ValueError: `one_by_one` is set, and the pool is split or a trained policy has no offload; or `nodes` names
+                an unknown policy, or gives policies on the same ranks different nodes.
         """
         if self.one_by_one and (resident or self.pool == "split"):
             reason = "cluster.pool: split gives each its own GPUs"
@@ -160,11 +160,13 @@ class ClusterConfig(Section):
     ) -> None:
         """Check that one engine can take the adapters of `policy` and of the holder of its base model.
 
+        Only the embedded engine and SGLang with `adapters: slots` take several adapters. If both policies have other
+        engines, each has an engine of its own, and nothing is checked.
+
         Raises:
-            ValueError: the engine settings of the two policies differ, or such an engine cannot hold several adapters.
+            ValueError: the engine settings of the two policies differ; or the embedded engine has several actors, a
+                transport other than `shared`, or trainers in a running Ray, which do not share its memory.
         """
-        # Only the embedded engine and SGLang with adapters: slots take several adapters. If both policies have other
-        # engines, nothing is shared.
         one_is_embedded = "embedded" in (engine.name, holder_engine.name)
         one_has_slots = "slots" in (engine.adapters, holder_engine.adapters)
         if not one_is_embedded and not one_has_slots:

@@ -148,9 +148,10 @@ def _check_agents(config: RunSections) -> None:
 def _check_team(config: RunSections) -> None:
     """Check that orchestra, environment, reward and coach go with the agents, and that no part of the team is missing.
 
-    The orchestra must be able to play with these agents, and the environment must answer their tools. The options of
-    reward, penalties and coach may only name agents of the team. The reward `coach` needs a coach, and an environment
-    may need a retriever. An orchestra that grows its own tree excludes `trainer.branching`.
+    The orchestra must be able to play with these agents (see `OrchestraConfig.check_agents`). Tools that query env
+    `search` need this environment or one of the user's own. The options of the coach, and of shipped rewards and
+    penalties, may only name agents of the team. The reward `coach` needs a coach, and some environments need a
+    retriever. An orchestra that grows its own tree excludes `trainer.branching`.
     """
     config.orchestra.check_agents(config.agents)
     config.env.check_tools(config.agents)
