@@ -92,7 +92,7 @@ class CriticConfig(RateConfig):
 
     # Clip range of PPO's value loss in units of the reward, around the values at the start of the training step.
     clip: float = Field(0.2, gt=0)
-    # Training steps in which the critic is trained and its policy is not yet.
+    # First training steps of the run, in which the critic is trained and its policy is not yet.
     head_start: int = Field(0, ge=0)
 
 
@@ -268,6 +268,7 @@ class PolicyConfig(RateConfig):
 
     @model_validator(mode="after")
     def _check_settings_of_policy(self) -> Self:
+        """Check that either model or remote is set, that fp8 has its layers, and that there is something to overlap."""
         if bool(self.model) == (self.remote is not None):
             raise ValueError(
                 "a policy has either a model (a folder) or a remote (an API); set one of them"
@@ -285,6 +286,7 @@ class PolicyConfig(RateConfig):
         return self
 
     def _check_remote(self) -> None:
+        """Refuse settings of an engine or a model folder beside `remote`."""
         if self.max_in_flight is not None:
             raise ValueError(
                 "max_in_flight bounds the requests to an engine; for a remote model set remote.concurrency"

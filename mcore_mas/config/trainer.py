@@ -34,7 +34,7 @@ class TrainerConfig(Section):
 
     steps: int = Field(ge=1)
     tasks_per_step: int = Field(ge=1)
-    # Trajectories per task, or trees with branching.
+    # Trajectories per task; with branching, trees per task.
     group_size: int = Field(ge=1)
     branching: Branching | None = None
     # Sample alternatives of turns, which the advantage c3 compares, and replay each to its outcome; None: no
@@ -94,11 +94,12 @@ class TrainerConfig(Section):
 
     @property
     def trajectories_per_step(self) -> int:
-        """Number of trajectories that are started in a step, or of trees with branching."""
+        """Number of trajectories that are started in a step; with branching, number of trees."""
         return self.tasks_per_step * (self.group_size + self.surplus)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
+        """Refuse two ways to split a step's samples, more parts than tasks, and a best checkpoint that is not kept."""
         if self.minibatch is not None and self.updates_per_step > 1:
             raise ValueError(
                 "minibatch and updates_per_step both split a step's samples; leave one of them out"
