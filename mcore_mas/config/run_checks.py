@@ -420,9 +420,10 @@ def _check_policy_engine(config: RunSections, name: str) -> None:
 
 
 def _check_teachers(config: RunSections) -> None:
-    """Check that each student is trained, and that its teacher exists, can score its tokens and knows more than it.
+    """Check that each policy with a teacher is trained, and that its teacher exists and can score its tokens.
 
-    A teacher is another policy, or the same one with a context. The student's engine may have no grammar.
+    A policy may be its own teacher only with a context. The student's engine must not use a grammar, because its
+    teacher has none.
     """
     for name, teacher in config.teachers.items():
         key = f"policies.{name}.teacher"
@@ -452,8 +453,8 @@ def _check_teachers(config: RunSections) -> None:
 def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> None:
     """Check that a teacher can score the replies of its student.
 
-    A remote teacher must be a server with a completions API (provider openai and a url), and may have no budget. The
-    engine of another teacher must take sequences as long as the student's. The teacher's context is not counted:
+    A remote teacher must be a server with a completions API (provider openai and a url) and without a budget. The
+    engine of any other teacher must take sequences as long as the student's. The teacher's context is not counted:
     `Teachers.score` leaves out replies that are too long with it. The student's trained agents must sample at
     temperature 1, unless the teacher has the embedded engine, which scores at any temperature.
     """
