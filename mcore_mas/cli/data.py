@@ -104,10 +104,13 @@ def show_leaks(
 
 
 def _is_run(path: Path) -> bool:
-    """Return True if an argument is a run's folder, its name in results/, or its config.yaml."""
+    """Return True if an argument is a run's folder, its name in results/, or its config.yaml.
+
+    A data file takes precedence over a run of its name; a folder, such as that of a project's package, does not.
+    """
     if path.name == "config.yaml" or (path / "config.yaml").is_file():
         return True
-    return not path.exists() and str(path) in run_names()
+    return not path.is_file() and str(path) in run_names()
 
 
 def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:

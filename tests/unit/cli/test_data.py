@@ -97,6 +97,7 @@ def test_a_run_is_named_as_in_other_commands(
     config = tmp_path / "results/duo/config.yaml"
     config.parent.mkdir(parents=True)
     config.write_text(yaml.safe_dump(resolve(["experiment=demo_math", "data.train=40"])))
+    (tmp_path / "duo").mkdir()  # a project's package, which `mcore-mas new` names like the run
     for run in ("duo", "results/duo", "results/duo/config.yaml"):
         result = call_command("leaks", run)
         assert result.status == 0
