@@ -140,9 +140,13 @@ def _check_agents(config: RunSections) -> None:
                 f"set agents.{name}.temperature above 0, or loss_weight to 0"
             )
         if not policy.lr:
-            raise ValueError(
-                f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy"
-            )
+            key = f"policies.{agent.policy}.lr"
+            if "lr" in policy.model_fields_set:
+                raise ValueError(
+                    f"{key} is 0, and agent '{name}' trains this policy; set it above 0, or "
+                    f"agents.{name}.loss_weight=0"
+                )
+            raise ValueError(f"{key} is missing; agent '{name}' trains this policy")
 
 
 def _check_team(config: RunSections) -> None:

@@ -94,6 +94,10 @@ def test_a_remote_policy_plays_in_a_training(
         ({"policies.verifier": {"lr": 1e-3}}, "a policy has either a model .* or a remote"),
         (
             {"policies.verifier.lr": 0},
+            "policies.verifier.lr is 0, and agent 'verifier' trains this policy; set it above 0",
+        ),
+        (
+            {"policies.verifier": {"model": "x"}},
             "policies.verifier.lr is missing; agent 'verifier' trains this policy",
         ),
         ({"engine.name": "sglong"}, "unknown engine 'sglong'"),
