@@ -220,8 +220,9 @@ def evaluate_run(
     from mcore_mas.evaluation.seats import parse_seats
     from mcore_mas.tracking.publish import publish_evaluation
 
-    seats = parse_seats(state, seat or [])
-    file = out or RunConfig.load(run).folder / "evaluation" / f"{state}.json"
+    config = RunConfig.load(run)
+    seats = parse_seats(state, seat or [], config.agents)
+    file = out or config.folder / "evaluation" / f"{state}.json"
     scores = evaluate(run, state, file, seats)
     for line in describe_scores(scores["rows"]):
         print(line)

@@ -1,7 +1,7 @@
 """Seats of an evaluation: which model plays each agent of a team (cross-play)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -60,11 +60,7 @@ def config_with_seats(
             f"state '{state}' of {config.run}: expected {' or '.join(STATES)}"
             f"{nearest_hint(state, STATES)}"
         )
-    unknown = seats.keys() - config.agents.keys()
-    if unknown:
-        raise ConfigError(
-            f"seat of '{min(unknown)}', who is not in the team; agents: {', '.join(config.agents)}"
-        )
+    _check_seated_agents(seats, config.agents)
 
     default = state if state in STATES else "trained"
     agents = {}
@@ -104,17 +100,28 @@ def player_names(
     return names
 
 
-def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
+def _check_seated_agents(seats: Iterable[str], agents: Collection[str]) -> None:
+    """Raise ConfigError if a seat is that of an agent who is not in the team."""
+    for agent in sorted(seats):
+        if agent not in agents:
+            raise ConfigError(
+                f"seat of '{agent}', who is not in the team; agents: {', '.join(agents)}"
+                f"{nearest_hint(agent, agents)}"
+            )
+
+
+def parse_seats(state: str, texts: Sequence[str], agents: Collection[str]) -> dict[str, Any]:
     """Parse the seats of a command line, each written as AGENT=WHO.
 
     Args:
         state: name of the evaluation.
         texts: seats, whose WHO is YAML.
+        agents: agents of the team.
 
     Raises:
-        ConfigError: a seat is not of this form; an agent has several seats; `state` is "base" or "trained"
-            although there are seats, or another name although there are none; or `state` cannot be the name
-            of a file.
+        ConfigError: a seat is not of this form; an agent has several seats, or is not in the team; `state` is
+            "base" or "trained" although there are seats, or another name although there are none; or `state`
+            cannot be the name of a file.
     """
     seats: dict[str, str] = {}
     for text in texts:
@@ -128,10 +135,15 @@ def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(
             f"--seat {' '.join(texts)}: expected AGENT=WHO, for example verifier=base"
         )
-    if bool(seats) == (state in STATES):
+    _check_seated_agents(seats, agents)
+    if seats and state in STATES:
         raise ConfigError(
-            f"--state {state} with {len(seats)} seats; expected base or trained without seats, or "
-            "another name with --seat"
+            f"--seat {' '.join(texts)}: expected also --state NAME, a name for the evaluation other than "
+            f"{' and '.join(STATES)}"
+        )
+    if not seats and state not in STATES:
+        raise ConfigError(
+            f"--state {state}: expected {' or '.join(STATES)} without --seat{nearest_hint(state, STATES)}"
         )
     if not _STATE_NAME.fullmatch(state):
         raise ConfigError(

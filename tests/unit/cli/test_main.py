@@ -38,7 +38,16 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train {folder}", ": no run here; expected a run's folder"),
         (
             "evaluate demo_math --state trainde",
-            "--state trainde with 0 seats; expected base or trained without",
+            "--state trainde: expected base or trained without --seat; nearest: trained",
+        ),
+        (
+            "evaluate demo_math --seat verifer=base",
+            "seat of 'verifer', who is not in the team; agents: solver, verifier; nearest: verifier",
+        ),
+        (
+            "evaluate demo_math --seat verifier=base",
+            "--seat verifier=base: expected also --state NAME, a name for the evaluation other than "
+            "base and trained",
         ),
         (
             "evaluate demo_math --state x --seat verifier",

@@ -135,15 +135,16 @@ def test_a_run_of_a_seat_must_have_finished_its_training(config: RunConfig) -> N
 def test_an_agent_with_several_seats_is_refused_in_one_line(second: str) -> None:
     message = f"--seat verifier=base solver=base {second}: 'verifier' has several seats; expected one for each agent"
     with pytest.raises(ConfigError) as error:
-        parse_seats("x", ["verifier=base", "solver=base", second])
+        parse_seats("x", ["verifier=base", "solver=base", second], AGENTS)
     assert str(error.value) == message
 
 
 @pytest.mark.parametrize("state", ["../up", "x" * 101, ".hidden", "a b", "a/b"])
 def test_a_state_that_is_no_name_of_a_file_is_refused(state: str) -> None:
     with pytest.raises(ConfigError, match="expected at most 100 letters"):
-        parse_seats(state, ["verifier=base"])
-    assert parse_seats("without_verifier-2.x", ["verifier=base"]) == {"verifier": "base"}
+        parse_seats(state, ["verifier=base"], AGENTS)
+    seats = parse_seats("without_verifier-2.x", ["verifier=base"], AGENTS)
+    assert seats == {"verifier": "base"}
 
 
 @pytest.mark.parametrize(
