@@ -95,10 +95,9 @@ def measure(
                     batches.append(replace(batch, agent=f"agent {agent}"))
             return batches
 
-        # Earlier updates only show that Adam has its moments, so they are small.
-        small_batches = make_batches("small", 1, 1)
+        # Of an earlier update, only Adam's moments remain.
         for _ in range(updates - 1):
-            trainer.update(small_batches)
+            trainer._step(0, norm=trainer._gradient_norm(), lr_scale=1.0)
         batches = make_batches(layout, agents, microbatches)
         calls: list[Callable[[Any], Any]] = [trainer.update]
         if reference:
