@@ -41,6 +41,7 @@ from benchmarks.gpu.shapes import CASES, LAYOUTS, TE_CASES, TINY, line_of_case, 
 
 PEAK_FLOPS = 989e12  # advertised operations per second in bfloat16, the denominator of MFU
 USABLE_SHARE = 0.96  # usable share of a GPU's free memory, because the allocator leaves gaps
+HEAD_ROWS = 14_336  # rows that the output layer is measured on
 
 
 def probe(tiny: bool) -> None:
@@ -184,7 +185,7 @@ def attention(tiny: bool) -> None:
 
 
 def head(tiny: bool) -> None:
-    """Measure the output layer, forward and backward, on 14,336 rows, by size of a chunk of logits.
+    """Measure the output layer, forward and backward, on `HEAD_ROWS` rows, by size of a chunk of logits.
 
     With `one_pass`, logits are computed once, as in updates whose loss is a sum over tokens.
     """
@@ -192,7 +193,7 @@ def head(tiny: bool) -> None:
     from mcore_mas.megatron.spec import init_process_groups
 
     init_process_groups(rank=0, threads=torch.get_num_threads())
-    rows, vocab = (64, 512) if tiny else (14_336, 151_936)
+    rows, vocab = (64, 512) if tiny else (HEAD_ROWS, 151_936)
     dtype = torch.float32 if tiny else torch.bfloat16
     hidden_sizes = [64] if tiny else [896, 2560, 5120]
     for hidden in hidden_sizes:
