@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ def _groups(samples: Sequence[Sample], key: Key) -> dict[Hashable, list[int]]:
 
 
 def _mean(numbers: Iterable[float]) -> float:
-    return float(np.mean(list(numbers)))
+    return fmean(numbers)
 
 
 def _vote_key(peers: Key, vote: str) -> Key:
