@@ -14,14 +14,15 @@ from rollout.models.template_trial import template_problem
 from rollout.records.trajectory import Message
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HUGE_TEXT = "{{ 'x' * 10**11 }}"
 TOO_MUCH = "it takes more than 3 s or 1024 MiB"
 BAD_TEMPLATES = {
     "endless loops": (LOOPS, TOO_MUCH),
-    "loops in long chats only": (
-        f"{{% if messages|length > 3 %}}{LOOPS}{{% endif %}}{{{{ messages[0]['content'] }}}}",
+    "a huge text": (HUGE_TEXT, TOO_MUCH),
+    "a huge text in long chats only": (
+        f"{{% if messages|length > 3 %}}{HUGE_TEXT}{{% endif %}}{{{{ messages[0]['content'] }}}}",
         TOO_MUCH,
     ),
-    "a huge text": ("{{ 'x' * 10**11 }}", TOO_MUCH),
     "a large text": ("{{ 'x' * 2 * 10**7 }}", "it renders 20000000 characters"),
     "doubled texts": (
         "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
