@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def generated_pages() -> None:
-    """Write the pages that are not committed, as `make site` does."""
+def generated_pages(forked_programs: None) -> None:
+    """Write the pages that are not committed, as `make site` does, in a fork."""
     command = [sys.executable, "-W", "ignore", "-m", "docs.writers", "site"]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
 
