@@ -1,8 +1,8 @@
-"""Checks of a run's advantages, of its agents' reward scales, and of their shares of the gradient."""
+"""Checks of a run's advantages, of its agents' turns and reward scales, and of their shares of the gradient."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import step_label
 
 _STEPS_OF_COLLAPSE = 5  # warn after so many steps in a row without an advantage, and at the end
+_STEPS_OF_IDLENESS = (
+    5  # warn about agents without a turn after so many steps, or after the last step
+)
 _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times another's
 
 
@@ -30,6 +33,8 @@ class CreditWatch:
         self._had_signal = False
         self._steps_since_signal = 0  # or since the start, if no step had a signal
         self._reason_without_signal = ""  # of the last step; "" if it had a signal
+        self._steps_with_turns = 0  # steps whose turns were counted
+        self._agents_with_turns: set[str] = set()  # in any of these steps
         self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
         # Number of latest steps in a row in which an agent had too large a share, by agent.
         self._steps_with_large_share: Counter[str] = Counter()
@@ -101,6 +106,36 @@ class CreditWatch:
         return (
             f"no turn of the last {self._steps_since_signal} steps has an advantage, so nothing was "
             f"learned in them; in the last step: {self._reason_without_signal}; see `mcore-mas show`"
+        )
+
+    def idle_warning(
+        self, agents: Collection[str], agents_of_turns: Collection[str], *, is_last: bool
+    ) -> str:
+        """Return a warning about agents that took no turn so far, or ""; call it once per step.
+
+        It is given once: after the fifth step, or after the last one if there are fewer.
+
+        Args:
+            agents: agents that the orchestra may ask.
+            agents_of_turns: agents that took turns in this step, also in failed trajectories.
+            is_last: True in the last step of the run.
+        """
+        self._steps_with_turns += 1
+        self._agents_with_turns.update(agents_of_turns)
+        steps = self._steps_with_turns
+        is_due = steps == _STEPS_OF_IDLENESS or (is_last and steps < _STEPS_OF_IDLENESS)
+        idle = [agent for agent in agents if agent not in self._agents_with_turns]
+        if not is_due or not idle:
+            return ""
+        counted = f"{steps} steps" if steps > 1 else "1 step"
+        if len(idle) == 1:
+            return (
+                f"agent {idle[0]} took no turn in {counted}, so it was not trained; check when the orchestra asks "
+                "it, or leave it out of the team"
+            )
+        return (
+            f"agents {', '.join(idle)} took no turn in {counted}, so they were not trained; check when the orchestra "
+            "asks them, or leave them out of the team"
         )
 
     def scale_warning(

@@ -19,6 +19,7 @@ from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.colocation import Colocation
 from mcore_mas.training.metrics import (
     StepMetrics,
+    all_trajectories,
     credit_metrics,
     describe_crashed_programs,
     describe_lost_trajectories,
@@ -207,10 +208,19 @@ def _samples_to_compare(
 def _note_warnings(
     session: TrainingSession, number: int, rollouts: RolloutBatch, credited: Sequence[Sample]
 ) -> None:
-    """Write warnings about rewards, lost trajectories and agent programs to the log."""
+    """Write warnings about agents, rewards, lost trajectories and agent programs to the log."""
     estimators = {agent: session.config.advantage_of(agent) for agent in session.config.agents}
     watch = session.credit_watch
+    agents_of_turns = {
+        turn.agent for trajectory in all_trajectories(rollouts.groups) for turn in trajectory.turns
+    }
+    idle_warning = watch.idle_warning(
+        _asked_agents(session.config),
+        agents_of_turns,
+        is_last=number + 1 == session.config.trainer.steps,
+    )
     warnings = [
+        idle_warning,
         watch.collapse_warning() if watch.has_just_collapsed else "",
         watch.scale_warning(credited, estimators),
         describe_lost_trajectories(rollouts.groups),
@@ -219,6 +229,12 @@ def _note_warnings(
     ]
     for warning in filter(None, warnings):
         session.logbook.note(f"{step_label(number)}: {warning}")
+
+
+def _asked_agents(config: RunConfig) -> list[str]:
+    """Return the agents that the orchestra asks; the rest sum up chats, which may never become full."""
+    summarisers = {agent.chats.summariser for agent in config.agents.values()}
+    return [name for name in config.agents if name not in summarisers]
 
 
 def _note_large_shares(session: TrainingSession, number: int, metrics: StepMetrics) -> None:

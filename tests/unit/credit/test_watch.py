@@ -134,7 +134,8 @@ def test_the_log_of_a_collapsed_training_has_the_warning_in_its_fifth_step_and_a
     session = with_engines(session, engines_of(run), Bytes())
     asyncio.run(train_steps(session, 0))
     assert isinstance(session.logbook, Log)
-    in_training, at_end = session.logbook.notes
+    notes = [note for note in session.logbook.notes if "has an advantage" in note]
+    in_training, at_end = notes
     assert in_training.startswith(
         "step 5: no turn of the last 5 steps has an advantage, so nothing"
     )
@@ -221,6 +222,44 @@ def test_a_warning_of_scales_is_given_once_for_each_set_of_agents() -> None:
     assert not watch.scale_warning(with_spender, estimators)
     assert watch.scale_warning(with_buyer, estimators)
     assert not watch.scale_warning(with_spender, estimators)
+
+
+def test_agents_without_a_turn_in_the_first_five_steps_are_named_once() -> None:
+    watch = CreditWatch()
+    agents = ["solver", "critic", "judge"]
+    warnings = [
+        # The judge is asked in the fourth step only.
+        watch.idle_warning(
+            agents, {"solver", "judge"} if step == 3 else {"solver"}, is_last=step == 7
+        )
+        for step in range(8)
+    ]
+    assert [step for step, warning in enumerate(warnings) if warning] == [4]
+    assert warnings[4] == (
+        "agent critic took no turn in 5 steps, so it was not trained; check when the orchestra asks it, or leave it "
+        "out of the team"
+    )
+
+
+def test_agents_without_a_turn_in_a_shorter_run_are_named_after_its_last_step() -> None:
+    watch = CreditWatch()
+    agents = ["solver", "critic", "judge"]
+    assert watch.idle_warning(agents, {"solver"}, is_last=True) == (
+        "agents critic, judge took no turn in 1 step, so they were not trained; check when the orchestra asks them, or "
+        "leave them out of the team"
+    )
+    assert CreditWatch().idle_warning(agents, agents, is_last=True) == ""
+
+
+def test_a_real_loop_notes_an_extra_agent_that_the_orchestra_never_asks(tmp_path: Path) -> None:
+    extra = "+agents.judge={role: verifier, policy: verifier}"
+    session = simulated_run(tmp_path, "trainer.steps=2", "trainer.tasks_per_step=2", extra)
+    run_virtually(train_steps(session, 0))
+    assert isinstance(session.logbook, Log)
+    notes = [note for note in session.logbook.notes if "took no turn" in note]
+    assert [note.partition(",")[0] for note in notes] == [
+        "step 2: agent judge took no turn in 2 steps"
+    ]
 
 
 def test_an_agent_that_has_nearly_the_whole_gradient_for_some_steps_is_reported_once() -> None:
