@@ -77,10 +77,16 @@ def print_credit(
     Raises:
         RecordError: the file is not a file of trajectories.
         CreditError: the estimator is unknown, has no such option, or lacks what it needs; a turn
-            has no reward; no turn is of `task`; there is neither a name nor a config; or the config
-            cannot be read.
+            has no reward; no turn is completed, passes the filter, or is of `task`; there is neither
+            a name nor a config; or the config cannot be read.
     """
-    samples = to_samples(group_trajectories(read_trajectories(file)))
+    trajectories = read_trajectories(file)
+    samples = to_samples(group_trajectories(trajectories))
+    if not samples:
+        raise CreditError(
+            f"{file}: none of its {len(trajectories)} trajectories has a completed turn, so there is no credit to "
+            f"explain; `mcore-mas show {file}` shows why they failed"
+        )
     if name is not None:
         estimator = _parse_estimator(name, options)
         estimators = {sample.agent: estimator for sample in samples}
@@ -89,6 +95,11 @@ def print_credit(
         estimators = _estimators_of_run(sections, options)
         if sections.filter is not None:
             samples = filter_samples(samples, sections.filter)
+            if not samples:
+                raise CreditError(
+                    f"{file}: the run's filter drops all turns of these trajectories, so none has an advantage; name "
+                    "an estimator with --advantage to see them without the filter"
+                )
         if sections.loss.kl.coef and sections.loss.kl.where == "reward":
             text = "without the KL penalties of the rewards, which the file does not have"
             console.print(plain_text(text, style="dim"))

@@ -16,6 +16,7 @@ from mcore_mas.equations.turns import Advantages, Grouping, Turns
 from mcore_mas.reports.credit_terminal import print_credit
 from rollout.records.files import write_trajectories
 from rollout.records.trajectory import Turn
+from tests.support.played import failed
 from tests.unit.credit.test_samples import trajectory, turn
 
 
@@ -59,6 +60,18 @@ def test_grpo_shows_the_vote_of_each_turn(file: Path) -> None:
     lines = printed_lines(file, "grpo")
     assert "all │ 4, 2 │ 2 │ 3 │ 1.414" in lines
     assert "0 │ │ 3 │ verifier │ 5 │ 4 │ +0.7071" in lines
+
+
+def test_a_file_without_a_completed_turn_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "step_000000.parquet"
+    write_trajectories(path, [failed(turn(0, "solver", 1.0)), failed(sample=1)])
+    for estimator in ("drmas", None):  # the latter needs no config either
+        with pytest.raises(CreditError) as error:
+            printed_lines(path, estimator)
+        assert str(error.value) == (
+            f"{path}: none of its 2 trajectories has a completed turn, so there is no credit to explain; "
+            f"`mcore-mas show {path}` shows why they failed"
+        )
 
 
 def test_two_statistics_are_two_tables(file: Path) -> None:
