@@ -115,7 +115,7 @@ class TeacherConfig(Section):
         if context is not None:
             try:
                 context.format(answer="")
-            except (LookupError, ValueError, AttributeError) as error:
+            except (LookupError, ValueError, AttributeError, TypeError) as error:
                 raise ValueError(
                     f"not a template ({type(error).__name__}: {error}); expected a text whose only name in braces is "
                     "{answer}; a brace that is text is written twice"

@@ -54,6 +54,10 @@ def test_a_policy_that_learns_from_its_teacher_alone_needs_no_groups() -> None:
             "expected a text whose only name in braces is {answer}",
         ),
         (
+            [FROZEN, "+policies.solver.teacher={policy: teacher, context: '{answer[text]}'}"],
+            "expected a text whose only name in braces is {answer}",
+        ),
+        (
             ["+policies.solver.teacher={policy: solver}"],
             "teacher.policy is 'solver' itself; expected another policy of the run: verifier; or give the teacher a "
             "context",
