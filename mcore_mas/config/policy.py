@@ -161,7 +161,7 @@ def _uninherited_settings(section_name: str, name: JsonValue) -> set[str]:
     """
     if section_name == "loss":
         return {"options"}
-    # SGLang inherits the other settings of its servers, which all other engines refuse.
+    # SGLang inherits the remaining SERVER_SETTINGS, such as `tp` and `timeout_s`. Other engines refuse them.
     if name == "sglang":
         return set(_ENGINE_CHOICE_SETTINGS)
     return {*_ENGINE_CHOICE_SETTINGS, *SERVER_SETTINGS}

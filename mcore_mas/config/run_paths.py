@@ -14,12 +14,13 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Rewrite the paths of a run's config so that they are valid from the working directory.
 
     The paths in the file are relative to the project: the directory from which the run was started.
-    Nothing changes if the project is the working directory. Otherwise every path to a file of the run
-    is replaced by its path in the present folder of the run, and `results` and `run` are set to this
-    folder. If the run is still in its project, the paths of the project's other files and SQLite
-    databases become absolute too (see `_relocate_text`), and the project is added to sys.path for the
-    modules of the user's team. If the run was moved out of its project, all other paths stay as they
-    are.
+    Nothing changes if `results` and `run`, read from the working directory, name the present folder
+    of the run. Otherwise every path to a file of the run is replaced by its path in the present
+    folder, and `results` and `run` are set to this folder.
+
+    If the project is known (see `_project_of`), the paths of its other files and SQLite databases
+    become absolute too (see `_relocate_text`), and the project is added to sys.path for the modules
+    of the user's team. Otherwise, as after the folder was renamed, all other paths stay as they are.
 
     Args:
         values: values that were read from the file.
@@ -92,7 +93,8 @@ def _project_of(folder: Path, written_folder: Path) -> Path | None:
         written_folder: the run's folder as its config names it, relative to the project.
 
     Returns:
-        None if the run was moved out of its project, or `written_folder` is absolute.
+        None if `folder` does not end with `written_folder`, because it was moved, copied or renamed, or if
+        `written_folder` is absolute.
     """
     depth = len(written_folder.parts)
     if written_folder.is_absolute() or folder.parts[-depth:] != written_folder.parts:
