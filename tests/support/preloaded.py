@@ -4,6 +4,7 @@ import ctypes
 import gc
 import importlib
 import re
+import weakref
 from pathlib import Path
 
 gc.disable()  # modules are no garbage
@@ -28,13 +29,20 @@ for name in (
     "mlflow.tracing.trace_manager",
     "pyarrow.json",
     "pyarrow.pandas_compat",
+    "pydantic.v1",
     "ray._common.usage.usage_lib",
+    "ray.dag.compiled_dag_node",
+    "ray.dashboard.modules.log.log_manager",
     "rollout.engines.embedded.build",
     "rollout.engines.embedded.host",
     "snakemake.cli",
     "transformers.convert_slow_tokenizer",
 ):
     importlib.import_module(name)
+
+# torch would unregister its operators, one by one, at the exit of every fork.
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False
 
 gc.enable()
 gc.freeze()  # excludes the modules from the garbage collections of forks
