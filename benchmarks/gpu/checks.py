@@ -26,7 +26,7 @@ from benchmarks.gpu.shapes import LAYOUTS, Forest
 HEADS = 32
 KV_HEADS = 8
 DIM = 128
-TINY_SHAPE = (4, 2, 16)  # heads, key and value heads, dimension of a head
+TINY_SHAPE = (2, 1, 16)  # heads, key and value heads, dimension of a head
 # Accepted synchronisations of an update with one agent, by file: for its statistics, and for the norm
 # of its gradient.
 SYNCHRONISATIONS = Counter({"transfer.py": 1, "clip_grads.py": 1})
