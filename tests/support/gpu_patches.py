@@ -65,16 +65,17 @@ class OnMeta(TorchFunctionMode):
     """Mode that makes tensors on `meta` where CUDA is asked for, and registers page-locked ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, which is most of the calls
+            return args[0].device.type == "meta" if func == _IS_CUDA else func(*args)
+
+        kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = _replace_cuda(kwargs["device"])
         if name == "to":
             args = tuple(_replace_cuda(argument) for argument in args)
         if name == "cuda":
             return args[0].to(META, **kwargs)
-        if name == "__get__" and func == _IS_CUDA:
-            return args[0].device.type == "meta"
         if name == "is_pinned":
             return METER.is_pinned(args[0])
 
