@@ -121,8 +121,9 @@ class ClusterConfig(Section):
         reads_folder = engine.transport in (None, "disk")
         if has_several_actors and (self.pool == "shared" or not reads_folder):
             raise ValueError(
-                f"policies.{policy}: several actors of its engine have a device each and read weights from a folder; "
-                "use cluster.pool: split and no engine.transport, or engine.replicas: 1"
+                f"policies.{policy}: engine.replicas: {engine.replicas} starts several actors of the embedded engine, "
+                "each of which needs its own device and reads weights from a folder; use cluster.pool: split and no "
+                "engine.transport, or engine.replicas: 1"
             )
 
     def check_policies(self, groups: Mapping[str, Sequence[str]], resident: Sequence[str]) -> None:

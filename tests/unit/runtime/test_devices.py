@@ -224,7 +224,7 @@ def test_an_invalid_cluster_address_is_refused(address: str, problem: str) -> No
         ),
         (
             ["+engine.replicas=2", "+cluster.pool=shared"],
-            "policies.solver: several actors of its engine have a device",
+            "policies.solver: engine.replicas: 2 starts several actors of the embedded engine, ",
         ),
         (
             ["+engine.replicas=2", "+engine.transport=shared"],
