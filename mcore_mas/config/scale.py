@@ -61,7 +61,8 @@ def drawn_reward(turn: Turn) -> float:
     return crc32(repr(tuple(turn.completion_ids)).encode()) / 2**32
 
 
-_DRAWN_REWARD = f"{__name__}:{drawn_reward.__name__}"
+# Key of `drawn_reward` in `reward.penalties`: the path that a run imports it by.
+_DRAWN_REWARD_PATH = f"{__name__}:{drawn_reward.__name__}"
 
 
 @cache
@@ -97,8 +98,9 @@ def _scaled_policy(name: str, policy: Mapping[str, Any], results: Path) -> dict[
 
 
 def _scaled_reward(reward: Mapping[str, Any], *, has_coach: bool) -> dict[str, Any]:
-    # Penalties are added to the reward of a turn.
-    penalties = {**reward.get("penalties", {}), _DRAWN_REWARD: {}}
+    """Return the section `reward` with `drawn_reward` as a penalty, and without the scores of a coach."""
+    # A penalty may be any function of a turn; the number that it returns is added to the reward.
+    penalties = {**reward.get("penalties", {}), _DRAWN_REWARD_PATH: {}}
     scaled = {**reward, "penalties": penalties}
     if has_coach:
         # The reward may use scores of the coach, which a tiny run leaves out.
