@@ -1,6 +1,8 @@
 """Look-up of names in a config: registered names, names of installed packages, and import paths."""
 
 import importlib
+import pkgutil
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -91,6 +93,8 @@ def _import(kind: str, path: str) -> Any:
             message += f"; since version 0.2.0 its package is {missing.removeprefix('mcore_mas.')}"
         elif missing == module_name.partition(".")[0]:
             message += f"; run this command in the folder that contains {missing}, or add that folder to PYTHONPATH"
+        else:
+            message += _nearest_module(missing)
         raise UnknownName(f"{kind} '{path}' cannot be imported: {message}") from error
     if not hasattr(module, attribute):
         raise UnknownName(
@@ -98,3 +102,10 @@ def _import(kind: str, path: str) -> Any:
             f"{nearest_hint(attribute, dir(module))}"
         )
     return getattr(module, attribute)
+
+
+def _nearest_module(name: str) -> str:
+    """Return a hint at the modules beside a missing one, or "" if its package is missing too."""
+    package, _, module_name = name.rpartition(".")
+    folders = getattr(sys.modules.get(package), "__path__", [])
+    return nearest_hint(module_name, [module.name for module in pkgutil.iter_modules(folders)])

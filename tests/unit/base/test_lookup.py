@@ -69,7 +69,8 @@ def test_a_name_may_be_offered_by_an_installed_package(
         ),
         ("my_team.world.Env:step", "'my_team.world' is not a package"),
         ("my_team.world:Evn", "module 'my_team.world' has no attribute 'Evn'; nearest: Env"),
-        ("my_team.broken:Env", "No module named 'my_team.wrld'"),
+        ("my_team.wrold:Env", "No module named 'my_team.wrold'; nearest: world"),
+        ("my_team.broken:Env", "No module named 'my_team.wrld'; nearest: world"),
         ("my_team.raises:Env", "RuntimeError: boom twice"),
     ],
 )
