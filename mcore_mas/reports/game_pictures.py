@@ -46,9 +46,8 @@ def write_game_pictures(
     for path, trajectory in targets.items():
         task = tasks.get(trajectory.task_id)
         if task is None or task.env not in GAMES:
-            problem = "is not among the run's tasks"
-            if task is not None:
-                problem = f"is played in env '{task.env}'"
+            # The env of a task may be another than that of the run, which played it.
+            problem = "is not among the run's tasks" if task is None else "is no puzzle of a game"
             raise RecordError(
                 f"{file}: task {trajectory.task_id} {problem}; pictures are of {', '.join(GAMES)}"
             )

@@ -220,3 +220,6 @@ def test_a_file_that_cannot_be_drawn_is_one_line(
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks[1:])
     with pytest.raises(RecordError, match="not among the run's tasks; pictures are of plan_path"):
         write_game_pictures(file, tmp_path / "all")
+    write_tasks(tmp_path / "tasks" / "test.parquet", [replace(tasks[0], env="math"), *tasks[1:]])
+    with pytest.raises(RecordError, match="is no puzzle of a game; pictures are of plan_path"):
+        write_game_pictures(file, tmp_path / "all")
