@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from rollout.base.files import check_output_path
 from rollout.base.hints import nearest_hint
 from rollout.base.ownership import FolderError, private_folder_error
 
@@ -76,6 +77,29 @@ def run_config_file(run: Path) -> Path:
         FolderError: there is no such run.
     """
     return run if run.is_file() else run_folder(run) / "config.yaml"
+
+
+def output_path(path: Path | None) -> Path | None:
+    """Return the path of a file or folder that a command writes, or None if none is named.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    if path is not None:
+        check_output_path(path)
+    return path
+
+
+def output_file(path: Path | None) -> Path | None:
+    """Return the path of a file that a command writes, or None if none is named.
+
+    Raises:
+        FolderError: it cannot be written, or is a folder.
+    """
+    output_path(path)
+    if path is not None and path.is_dir():
+        raise FolderError(f"{path}: is a folder; name a file")
+    return path
 
 
 RunFolder = Annotated[

@@ -18,6 +18,7 @@ from mcore_mas.cli.arguments import (
     RunFolder,
     State,
     TokenFile,
+    output_file,
 )
 from mcore_mas.cli.pipeline import PIPELINE_PANEL
 from rollout.base.terminal import end_at_second_interrupt, typed_lines
@@ -197,7 +198,12 @@ def print_cross_play(
         Path, typer.Option("--results", help="Folder of the runs that were evaluated.")
     ] = Path("results"),
     picture: Annotated[
-        Path | None, typer.Option("--picture", help="Also draw a heat map, as SVG, to this file.")
+        Path | None,
+        typer.Option(
+            "--picture",
+            help="Also draw a heat map, as SVG, to this file.",
+            callback=output_file,
+        ),
     ] = None,
     ratings: Annotated[
         bool, typer.Option("--ratings", help="Also print ratings of the models, for a game.")

@@ -8,7 +8,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mcore_mas.cli.arguments import UsageError, check_readable, run_names
+from mcore_mas.cli.arguments import (
+    UsageError,
+    check_readable,
+    output_file,
+    output_path,
+    run_names,
+)
 from rollout.base.hints import nearest_hint
 from rollout.base.text import escape_text
 
@@ -79,7 +85,8 @@ def show_trajectory(
     html: Annotated[
         Path | None,
         typer.Option(
-            help="Write a page about one trajectory, by default the first, to this file instead."
+            help="Write a page about one trajectory, by default the first, to this file instead.",
+            callback=output_file,
         ),
     ] = None,
     picture: Annotated[
@@ -88,7 +95,8 @@ def show_trajectory(
             help=(
                 "Draw the game of the trajectory into this .svg file instead, or those of all "
                 "trajectories into a folder."
-            )
+            ),
+            callback=output_path,
         ),
     ] = None,
 ) -> None:

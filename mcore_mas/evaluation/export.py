@@ -15,7 +15,7 @@ from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import newest_checkpoint
 from mcore_mas.runtime.recipe import identity_of
 from rollout.base.digests import check_tree
-from rollout.base.files import atomic_folder
+from rollout.base.files import atomic_folder, check_output_path
 from rollout.base.hints import nearest_hint
 from rollout.base.json_files import read_record
 from rollout.records.files import read_trajectories
@@ -47,10 +47,11 @@ def export(
         ExportError: there is no such policy or adapter, `to` is not empty, nothing has been trained
             yet, or transformers reads the export in another way than the run.
         ConfigError, ModelError: the run's config or model is missing.
-        FolderError: a file of the finished model is not as training wrote it.
+        FolderError: `to` cannot be written, or a file of the finished model is not as training wrote it.
     """
     config = RunConfig.load(run / "config.yaml")
     _check_policy(config, run, policy, adapter=adapter)
+    check_output_path(to)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(
             f"{to}: something is there already; name a folder that is empty or not there"

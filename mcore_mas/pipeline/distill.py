@@ -29,7 +29,7 @@ from mcore_mas.reports.evaluation_files import read_score_rows
 from mcore_mas.runtime.players import make_renderers
 from mcore_mas.runtime.run_environments import open_environments
 from mcore_mas.tracking.progress import ProgressReporter
-from rollout.base.files import atomic_folder
+from rollout.base.files import atomic_folder, check_output_path
 from rollout.base.ownership import FolderError
 from rollout.config.agents import AgentConfig, build_role, build_team
 from rollout.config.tasks import prepared_tasks
@@ -114,10 +114,11 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
 
     Raises:
         ConfigError: the settings do not fit the run, or no reply of the team can be learned.
-        FolderError: the run has not finished its training, or `to` exists.
+        FolderError: the run has not finished its training, or `to` exists or cannot be written.
     """
     config = RunConfig.load(run / "config.yaml")
     trained = config_with_seats(config, "trained")
+    check_output_path(to)
     if to.exists():
         raise FolderError(f"{to}: something is there already; name another folder with --to")
     if settings.agent not in (None, *config.agents):

@@ -110,6 +110,30 @@ def ensure_writable(folder: Path) -> Path:
     return folder
 
 
+def check_output_path(path: Path) -> None:
+    """Check that a file or folder can be written at a path, without writing anything.
+
+    Parent folders that are missing can be made if the first one that exists can be written.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    folder = path.absolute()
+    while not os.path.lexists(folder):  # False also if the user may not search the folder around it
+        folder = folder.parent
+    if folder == path.absolute() and not folder.is_dir():
+        folder = folder.parent  # a file is replaced
+    if not folder.is_dir():
+        raise FolderError(
+            f"{path}: cannot be written, because {folder} is no folder; name another path"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FolderError(
+            f"{path}: cannot be written, because you may not write to {folder}; name another path, "
+            "or change its permissions"
+        )
+
+
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Hold the lock of `path` among the processes of this machine; wait until it is free."""

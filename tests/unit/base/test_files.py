@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.base.files import atomic_folder, atomic_path, ensure_writable, file_lock, write_text
+from rollout.base.files import (
+    atomic_folder,
+    atomic_path,
+    check_output_path,
+    ensure_writable,
+    file_lock,
+    write_text,
+)
 from rollout.base.ownership import FolderError
 
 
@@ -62,6 +69,25 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FolderError, match=r"file/results: cannot write here \(Not a directory\)"):
         ensure_writable(tmp_path / "file" / "results")
+
+
+@pytest.mark.parametrize("path", ["new", "new/folder/file", "file", "folder"])
+def test_a_path_below_a_writable_folder_can_be_written(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    check_output_path(tmp_path / path)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "folder"]
+
+
+@pytest.mark.parametrize("path", ["file/x", "file/x/y"])
+def test_a_path_below_a_file_cannot_be_written(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    message = f"^{path}: cannot be written, because {tmp_path}/file is no folder; name another"
+    with pytest.raises(FolderError, match=message):
+        check_output_path(Path(path))
 
 
 def test_a_new_folder_is_for_this_user_alone_and_an_existing_one_is_unchanged(

@@ -80,6 +80,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("show {folder}", ": no trajectories here; a run that was not trained has none"),
         ("show {text}", "text: not a readable parquet file"),
+        ("show demo_math --html {text}/x.html", "/text/x.html: cannot be written, because "),
+        ("show demo_math --picture {text}/x", "text is no folder; name another path"),
+        ("show demo_math --html {folder}", ": is a folder; name a file"),
+        ("export demo_math solver --to {text}/x", "/text/x: cannot be written, because "),
         ("explain {missing}", "missing: no such file or run; expected a parquet file"),
         (
             "explain {text} --option lone",
