@@ -248,7 +248,8 @@ def track_results(results: ResultsFolder = Path("results")) -> None:
     be sent.
     """
     from mcore_mas.reports.run_states import run_folders
-    from mcore_mas.tracking.publish import publish
+    from mcore_mas.runtime.pipeline_messages import mlflow_command
+    from mcore_mas.tracking.publish import LOCAL_PAGES, publish
 
     if (results / "config.yaml").is_file():
         folder = results.absolute()
@@ -263,7 +264,9 @@ def track_results(results: ResultsFolder = Path("results")) -> None:
     page = publish(results, runs, tables, warnings.append)
     for line in warnings:
         print(line)
-    if page:
+    if page and page.startswith(LOCAL_PAGES):
+        print(f"{page}  (`{mlflow_command(results)}` starts its server)")
+    elif page:
         print(page)
     if warnings:
         raise typer.Exit(1)

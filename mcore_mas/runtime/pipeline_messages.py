@@ -33,14 +33,19 @@ def success_message(results: Path | str, suite: str) -> str:
             parts.append(f"{name}: {path}")
 
     studio = "mcore-mas studio"
-    mlflow = "mcore-mas ui"
     if str(results) != "results":
         studio += f" {results}"
-        mlflow += f" --store sqlite:///{results}/mlflow.db"
     return (
         f"\n{gains}{'   '.join(parts)}\n"
-        f"`{studio}` opens curves and conversations, `{mlflow}` MLflow."
+        f"`{studio}` opens curves and conversations, `{mlflow_command(results)}` MLflow."
     )
+
+
+def mlflow_command(results: Path | str) -> str:
+    """Return the command that serves MLflow's pages of the runs in a folder."""
+    if str(results) == "results":
+        return "mcore-mas ui"
+    return f"mcore-mas ui --store sqlite:///{results}/mlflow.db"
 
 
 def _describe_gains(table: Path) -> str:

@@ -110,7 +110,9 @@ def test_two_processes_send_the_same_results_once(tmp_path: Path) -> None:
     for process in processes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
-        assert len(output.splitlines()) == 1  # the address of a page
+        (line,) = output.splitlines()  # the address of a page, and the command that serves it
+        command = f"mcore-mas ui --store sqlite:///{tmp_path}/mlflow.db"
+        assert line.endswith(f"  (`{command}` starts its server)")
     runs = runs_of(tmp_path)
     assert runs.keys() == {"pages: duo", "pages: duo train", "pages: duo evaluate trained"}
     run_id = runs["pages: duo train"].info.run_id
