@@ -5,6 +5,7 @@
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -313,6 +314,12 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
         raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
 
     if suite not in experiment_names:
+        project_suite = path / f"{path.name}.yaml"
+        if project_suite.is_file():
+            raise SuiteError(
+                f"{suite}: a folder; expected a suite file or an experiment; go into the folder "
+                f"(cd {shlex.quote(suite)}) and name {project_suite.name}"
+            )
         hint = nearest_hint(suite, [*experiment_names, *map(str, Path().glob("*.yaml"))])
         raise SuiteError(
             f"{suite}: no such file, and no experiment of this name "

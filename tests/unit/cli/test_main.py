@@ -19,6 +19,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a suite and two runs."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "my_suite.yaml").touch()
+    (folder / "a_project").mkdir()
+    (folder / "a_project" / "a_project.yaml").touch()
     for number, run in enumerate(("demo_math", "demo_math2")):
         finished(folder / "results", run, number)
         file = folder / f"results/{run}/train/trajectories/step_000000.parquet"
@@ -92,6 +94,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("leaks", "name a run, data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
         ("check my_suit.yaml", "my_suit.yaml: no such file, and no experiment of this name ("),
+        (
+            "check a_project",
+            "a_project: a folder; expected a suite file or an experiment; go into the folder "
+            "(cd a_project) and name a_project.yaml",
+        ),
         ("check demo_mat", "(`mcore-mas list experiments`); nearest: demo_math"),
         (
             "check demo_math trainer.learning_rate=3",
