@@ -1,6 +1,7 @@
 """Command line `mcore-mas`, also `python -m mcore_mas`: the app of all commands and its errors."""
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -89,7 +90,7 @@ def main() -> None:
     except typer.TyperException as error:
         if debug:
             raise
-        _print_usage_error(error)
+        _print_usage_error(error, arguments)
         sys.exit(2)
     except Exception as error:
         if debug:
@@ -104,12 +105,18 @@ def main() -> None:
     sys.exit(status or 0)
 
 
-def _print_usage_error(error: typer.TyperException) -> None:
+def _print_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> None:
+    """Print the line of an error in the arguments, with the command whose help says more."""
     message = " ".join(error.format_message().split()).rstrip(".?")
     if not message:
         return  # the command was called without arguments, and its help has been printed
     if message.startswith("No such option"):
         message += setting_hint(str(getattr(error, "option_name", "")))
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "mcore-mas"
+    command = "mcore-mas"
+    if context is not None:
+        command = context.command_path
+    elif arguments and arguments[0] in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        # An error of the parser, such as that of an option without its value, has no context.
+        command = f"mcore-mas {arguments[0]}"
     print(f"error: {message}; `{command} --help` says what is expected", file=sys.stderr)

@@ -183,6 +183,10 @@ def test_an_error_is_one_line(
         ("show", "Missing argument 'file'; `mcore-mas show --help` says"),
         ("train --adpt", "No such option: --adpt"),
         (
+            "show demo_math --html",
+            "Option '--html' requires an argument; `mcore-mas show --help` says",
+        ),
+        (
             "studio --port 99999",
             "Invalid value for '--port': Input should be less than or equal to 65535; `",
         ),
