@@ -1,5 +1,6 @@
 """Imports of the process from which ranks and programs of tests are forked."""
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -12,6 +13,8 @@ gc.disable()  # modules are no garbage
 from tests.support import ray_forks  # noqa: E402
 
 ray_forks.import_ray()
+
+import torch._dynamo.utils  # noqa: E402
 
 import tests.support.in_process  # noqa: E402
 import tests.support.ranks  # noqa: E402, F401
@@ -40,7 +43,8 @@ for name in (
 ):
     importlib.import_module(name)
 
-# torch would unregister its operators, one by one, at the exit of every fork.
+# At the exit of every fork, torch would unregister its operators, one by one, and make a table of compilations.
+atexit.unregister(torch._dynamo.utils.dump_compile_times)
 for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
     finalizer.atexit = False
 
