@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,8 @@ def test_a_stage_that_was_interrupted_continues_its_record_and_one_that_ended_be
     log = tmp_path / "logs" / "bootstrap.log"
     path = log.with_suffix(".json")
     clock = iter([100.0, 150.0, 175.0, 300.0, 301.0])
-    monkeypatch.setattr(stage_records.time, "time", lambda: next(clock))
+    # Only the clock of this module, because threads of other tests read that of the process.
+    monkeypatch.setattr(stage_records, "time", SimpleNamespace(time=lambda: next(clock)))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n0")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(KeyboardInterrupt), stage_record(log):
