@@ -37,15 +37,17 @@ from mcore_mas.pipeline.check import (
     model_problems,
     task_count_problems,
 )
-from mcore_mas.pipeline.prepare import prepare_tasks
+from mcore_mas.pipeline.prepare import check_answers, write_prepared
 from mcore_mas.pipeline.prompt_check import prompt_problems
+from mcore_mas.pipeline.recipe_check import run_problem
 from mcore_mas.reports.turn_advantages import find_turn_advantages
+from mcore_mas.runtime.checkpoint import CheckpointError
 from mcore_mas.runtime.stop_signal import StopSignal
-from rollout.base.files import write_text
+from rollout.base.files import ensure_writable, write_text
 from rollout.base.json_files import read_json_lines
 from rollout.base.nested import merged
 from rollout.base.terminal import typed_lines
-from rollout.config.tasks import prepared_tasks
+from rollout.config.tasks import check_envs, make_tasks
 from rollout.records.files import read_trajectories, write_tasks
 from rollout.records.trajectory import Task, Trajectory
 
@@ -144,14 +146,36 @@ class Run:
         """Return the file of the tasks that were given for a split."""
         return self.folder / "given" / f"{split}.parquet"
 
-    def _write_inputs(self) -> Path:
-        """Write the resolved config and the tasks as the pipeline does; return the config's file."""
+    def _write_inputs(self, *, trains: bool) -> Path:
+        """Check the inputs, then write config and tasks as the pipeline does; return the config's file.
+
+        The folder stays as it is if the run is refused.
+
+        Args:
+            trains: True if the run is about to be trained.
+
+        Raises:
+            ArgumentError: an agent's prompt leaves no room for its reply.
+            CheckpointError: the folder has checkpoints of other settings or tasks.
+            FolderError: the folder cannot be written.
+            RecordError, ValueError: the tasks cannot be read or made.
+        """
+        prepared = self._tasks or make_tasks(self.config.data, self.config.seed)
+        check_answers(self.config, prepared)
+        check_envs(prepared["train"])
+        problem = run_problem(self.config, prepared["train"], trains=trains)
+        if problem:
+            raise CheckpointError(problem)
+        if trains:
+            self._check_prompts(prepared["train"])
+
+        ensure_writable(self.folder)
         file = self.folder / "config.yaml"
         for split, tasks in self._tasks.items():
             write_tasks(self._task_file(split), tasks)
         config = yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120)
         write_text(file, config)
-        prepare_tasks(file, self.folder / "tasks")
+        write_prepared(self.config, prepared, self.folder / "tasks")
         return file
 
     def train(self) -> Run:
@@ -203,27 +227,21 @@ class Run:
             await asyncio.to_thread(training.close)
 
     def _start_training(self) -> TrainingThread:
-        """End the training of an earlier loop, write and check the inputs, and start a training.
-
-        Raises:
-            ArgumentError: an agent's prompt leaves no room for its reply.
-        """
+        """End the training of an earlier loop, check and write the inputs, and start a training."""
         if self._training is not None:
             # A `break` out of `async for` does not wait until the generator is closed.
             self._training.close()
             self._training.join()
-        config_file = self._write_inputs()
-        self._check_prompts()
+        config_file = self._write_inputs(trains=True)
         self._training = TrainingThread(config_file)
         return self._training
 
-    def _check_prompts(self) -> None:
+    def _check_prompts(self, tasks: Sequence[Task]) -> None:
         """Play the first tasks without an engine, as `mcore-mas check` does.
 
         Raises:
             ArgumentError: an agent's prompt leaves no room for its reply.
         """
-        tasks = prepared_tasks(self.folder / "tasks", "train")
         problems = _call_in_thread(lambda: list(prompt_problems(self.config, tasks)))
         if problems:
             raise ArgumentError(problems[0])
@@ -306,6 +324,7 @@ class Run:
         Raises:
             ArgumentError: k is less than 1.
             ConfigError: there is no such state.
+            CheckpointError: the run was trained with other settings or tasks.
             FolderError: the training has not finished, or another process evaluates this run.
             PlacementError: there are fewer GPUs than the engines need.
             RemoteError, RetrievalError: a remote model or the retriever cannot be used.
@@ -315,7 +334,7 @@ class Run:
 
         if k < 1:
             raise ArgumentError(f"k is {k}; expected a number of samples of each task, at least 1")
-        self._write_inputs()
+        self._write_inputs(trains=False)
         evaluation = self.config.evaluation.model_copy(update={"samples": k})
         config = self.config.model_copy(update={"evaluation": evaluation})
         out = self.folder / "evaluation" / f"{state}.json"

@@ -1,5 +1,6 @@
 """Task preparation: the tasks and passages of a run, and small stand-ins for published files."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
@@ -8,6 +9,7 @@ from retrieval.corpus import copy_corpus, write_corpus
 from rollout.base.lookup import lookup
 from rollout.config.tasks import make_tasks
 from rollout.records.files import RecordError, write_tasks
+from rollout.records.trajectory import Task
 from rollout.tasks.encyclopedia_world import passages as encyclopedia_passages
 from rollout.tasks.generators import GENERATORS
 from rollout.tasks.tiny_files import write_tiny_file
@@ -18,8 +20,7 @@ _TINY_PASSAGES = 80  # number of passages at the scale `tiny`
 def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     """Write the tasks of each split, and the passages that the team searches.
 
-    Tasks go to `out_dir`/{split}.parquet. Passages go to `out_dir`/passages.jsonl if the config
-    names a file of passages or the generator makes some.
+    See `write_prepared`.
 
     Raises:
         RecordError: a configured file of tasks cannot be read, or the environment compares replies
@@ -27,11 +28,27 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
         ValueError: the generator cannot make as many different tasks as the config asks for.
     """
     config = RunConfig.load(config_path)
-    for split, tasks in make_tasks(config.data, config.seed).items():
-        problems = list(answer_problems(config.env.name, tasks))
+    tasks = make_tasks(config.data, config.seed)
+    check_answers(config, tasks)
+    write_prepared(config, tasks, out_dir)
+
+
+def check_answers(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> None:
+    """Raise RecordError if the environment compares replies with answers and a task has none."""
+    for split_tasks in tasks.values():
+        problems = list(answer_problems(config.env.name, split_tasks))
         if problems:
             raise RecordError(problems[0])
-        write_tasks(out_dir / f"{split}.parquet", tasks)
+
+
+def write_prepared(config: RunConfig, tasks: Mapping[str, Sequence[Task]], out_dir: Path) -> None:
+    """Write tasks by split, and the passages that the team searches.
+
+    Tasks go to `out_dir`/{split}.parquet. Passages go to `out_dir`/passages.jsonl if the config
+    names a file of passages or the generator makes some.
+    """
+    for split, split_tasks in tasks.items():
+        write_tasks(out_dir / f"{split}.parquet", split_tasks)
 
     passages_path = out_dir / "passages.jsonl"
     if config.retriever is not None and config.retriever.passages is not None:

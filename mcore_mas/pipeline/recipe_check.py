@@ -1,6 +1,7 @@
 """Check that the checkpoints of runs can continue with their settings and inputs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,7 @@ from rollout.base.digests import sha256
 from rollout.base.json_files import read_json
 from rollout.config.tasks import make_tasks
 from rollout.records.files import RecordError, stored_tasks_digest, tasks_digest
+from rollout.records.trajectory import Task
 
 # Passages of up to this size are compared before the index is built again.
 _MAX_COMPARED_BYTES = 2**24
@@ -44,11 +46,32 @@ def recipe_problems(suite: Suite) -> list[str]:
         manifests = _read_manifests(config.folder / "train" / "checkpoints")
         if not manifests:
             continue
-        identity = _expected_identity(suite, config, new_tasks)
+        identity = _expected_identity(config, _expected_tasks_digest(suite, config, new_tasks))
+        if (config.folder / "train" / "done.json").is_file():
+            # A finished training is not repeated because of another version of mcore-mas.
+            inputs = {key: value for key, value in identity.inputs.items() if key != CODE_KEY}
+            identity = replace(identity, inputs=inputs)
         problem = _checkpoints_problem(config, manifests, identity)
         if problem:
             lines.append(f"run '{run}': {problem}")
     return lines
+
+
+def run_problem(config: RunConfig, train_tasks: Sequence[Task], *, trains: bool = True) -> str:
+    """Return why the checkpoints of a run do not fit its config and these tasks, or "".
+
+    Args:
+        config: the run's config, which need not be written yet.
+        train_tasks: the run's training tasks, which need not be written yet.
+        trains: False if the run is not trained, so that its code may differ.
+    """
+    manifests = _read_manifests(config.folder / "train" / "checkpoints")
+    if not manifests:
+        return ""
+    identity = _expected_identity(config, tasks_digest(train_tasks))
+    if not trains:
+        identity = replace(identity, inputs={})
+    return _checkpoints_problem(config, manifests, identity)
 
 
 def _read_manifests(folder: Path) -> dict[Path, Mapping[str, Any]]:
@@ -104,26 +127,21 @@ def _checkpoint_problem(config: RunConfig, manifest: Mapping[str, Any], identity
     )
 
 
-def _expected_identity(suite: Suite, config: RunConfig, new_tasks: dict[str, str]) -> Identity:
+def _expected_identity(config: RunConfig, expected_tasks_digest: str) -> Identity:
     """Return the identity that a run will have when its training starts, as far as it is known.
 
     Architectures are left out if a model is yet to be made.
 
     Args:
-        suite: the suite of the run.
         config: the run's config.
-        new_tasks: digests of training tasks that will be made; those of this run are added.
+        expected_tasks_digest: digest of the training tasks that the run will have; "" if unknown.
     """
     recipe = recipe_of(config)
-    digest = _expected_tasks_digest(suite, config, new_tasks)
-    if digest:
-        recipe[TASKS_KEY] = digest
+    if expected_tasks_digest:
+        recipe[TASKS_KEY] = expected_tasks_digest
 
     unmade = _policies_without_model(config)
     inputs = _without_models(input_digests(config), unmade)
-    if (config.folder / "train" / "done.json").is_file():
-        # A finished training is not repeated because of another version of mcore-mas.
-        del inputs[CODE_KEY]
     passages_digest = _digest_of_edited_passages(config)
     if passages_digest:
         # The digest of the index to build is not known, but it is not that of the present index.
@@ -172,6 +190,11 @@ def _expected_tasks_digest(suite: Suite, config: RunConfig, new_tasks: dict[str,
 
     Tasks are made for it if a data file is newer than the run's tasks, or if the user's code
     generates them.
+
+    Args:
+        suite: the suite of the run.
+        config: the run's config.
+        new_tasks: digests of training tasks that will be made; those of this run are added.
     """
     file = config.folder / "tasks" / "train.parquet"
     digest = stored_tasks_digest(file)

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,19 @@ import pytest
 
 import mcore_mas as mm
 from mcore_mas.api.references import ArgumentError
-from mcore_mas.config.run import ConfigError
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.evaluation import converse as chats
 from mcore_mas.evaluation import evaluate as evaluation
+from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints
 from mcore_mas.runtime.input_digests import input_digests
+from mcore_mas.runtime.recipe import identity_of
 from mcore_mas.runtime.stop_signal import Stopped, StopSignal
 from mcore_mas.training import train as training
 from rollout.records.files import read_tasks
 from rollout.records.trajectory import Trajectory
 from tests.support import api
 from tests.support.api import AGENTS, TASKS, make_run, relay
+from tests.support.checkpoints import save
 from tests.support.played import trajectory
 
 ROWS = [{"dataset": "all", "metric": "avg@4", "value": 0.5}]
@@ -353,6 +357,57 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_training(
     )
     with pytest.raises(ArgumentError, match=message):
         run.train()
+
+
+def save_last_checkpoint(
+    config_file: Path, after_step: Callable[..., Any], stop: StopSignal
+) -> None:
+    """Stand for a whole training: save a checkpoint of the last step, as this run's."""
+    config = RunConfig.load(config_file)
+    identity = replace(identity_of(config), inputs=input_digests(config))
+    checkpoints = Checkpoints(config.folder / "train" / "checkpoints", identity, keep=2)
+    if not checkpoints.has(config.trainer.steps):
+        save(checkpoints, config.trainer.steps)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files in a folder by relative path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_refused_run_leaves_a_trained_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "train", save_last_checkpoint)
+    make_run(tmp_path, steps=2).train()
+    folder = tmp_path / "own"
+    before = contents(folder)
+    assert {"config.yaml", "given/train.parquet", "tasks/train.parquet"} <= before.keys()
+    make_run(tmp_path, steps=2).train()  # nothing has changed
+    assert contents(folder) == before
+
+    editor = replace(AGENTS[1], user="{problem} Draft: {draft}")
+    other_prompt = make_run(tmp_path, steps=2, agents=[AGENTS[0], editor])
+    changed_prompt = (
+        r'trained with agents\.editor\.user="\{problem\} \{draft\}", and the config says'
+    )
+    other_tasks = make_run(tmp_path, steps=2, tasks=[(f"2*{n}", 2 * n) for n in range(20)])
+    changed_tasks = "trained with other training tasks than those of data.train"
+    # The maximum length is no part of the recipe, but this one leaves no room for a reply.
+    short = make_run(tmp_path, steps=3, engine={"max_length": 260})
+    for run, error, message in (
+        (other_prompt, CheckpointError, changed_prompt),
+        (other_tasks, CheckpointError, changed_tasks),
+        (short, ArgumentError, r"raise engine.max_length \(260\)"),
+    ):
+        with pytest.raises(error, match=message):
+            run.train()
+        assert contents(folder) == before
+
+    with pytest.raises(CheckpointError, match=changed_tasks):
+        other_tasks.evaluate(state="base")
+    assert contents(folder) == before
 
 
 def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(
