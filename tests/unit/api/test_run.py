@@ -219,7 +219,7 @@ def test_numbers_of_numpy_and_paths_from_home(
             ConfigError,
             "must take .* as an async function",
         ),
-        ({"lr": 0}, ConfigError, "lr is missing"),
+        ({"lr": 0}, ConfigError, "lr is 0, and agent .writer. trains this policy; set it above 0"),
         (
             {"agents": AGENTS[:1]},
             ConfigError,
