@@ -113,6 +113,7 @@ class TrainingThread:
                 say(f"{self._folder}: {describe_error(row)}")
 
     def _train(self, config: Path) -> None:
+        from mcore_mas.runtime.joblog import logged_cause
         from mcore_mas.training.train import train
 
         async def after_step(number: int, metrics: Mapping[str, float]) -> bool:
@@ -120,7 +121,8 @@ class TrainingThread:
             return await asyncio.to_thread(self._continue.get)
 
         try:
-            train(config, after_step=after_step, stop=self._stop)
+            with logged_cause(self._folder / "logs" / "train.log"):
+                train(config, after_step=after_step, stop=self._stop)
         except BaseException as error:
             cause: BaseException | None = error
             if "at interpreter shutdown" in str(error):

@@ -183,9 +183,11 @@ def train_run(
 ) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     stop_at_start()
+    from mcore_mas.runtime.joblog import logged_cause
     from mcore_mas.training.train import train
 
-    train(run, address, adopt=adopt)
+    with logged_cause(run.parent / "logs" / "train.log"):
+        train(run, address, adopt=adopt)
     ignore_stop_signals()  # the run has finished
 
 

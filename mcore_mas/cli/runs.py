@@ -117,8 +117,8 @@ def export_policy(
 def list_runs(results: ResultsFolder = Path("results")) -> None:
     """List runs with their steps, last reward and validation, and scores.
 
-    A line below the table names each file that is damaged, and what to do; the exit status is then
-    1.
+    A line below the table has the cause of each run that failed. Another names each file that is
+    damaged, and what to do; the exit status is then 1.
     """
     from mcore_mas.reports.run_states import private_run_errors, read_run_states
 
@@ -136,14 +136,19 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
     for run in runs:
         scores = [run.accuracy, *(run.scores.get(name) for name in evaluations)]
         total_steps = "?" if run.total_steps is None else run.total_steps
+        end = " done" if run.done else ""
+        if run.failure:
+            end = " failed"
         table.add_row(
             Text(escape_line(run.run)),
-            f"{run.steps}/{total_steps}{' done' if run.done else ''}",
+            f"{run.steps}/{total_steps}{end}",
             "" if run.reward is None else f"{run.reward:.3f}",
             *("" if score is None else f"{100 * score:.1f} %" for score in scores),
         )
     Console(highlight=False).print(table)
     for run in runs:
+        if run.failure:
+            print(escape_line(f"{run.run}: failed: {run.failure}"))
         for problem in run.problems:
             print(escape_line(f"{run.run}: {problem}"))
     if any(run.problems for run in runs):

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mcore_mas.reports.evaluation_files import read_score_rows
+from mcore_mas.reports.job_failures import failure_cause
 from mcore_mas.reports.step_metrics import STEP_LIMIT, Metrics, MetricsError, read_step_rows
 from rollout.base.ownership import FolderError, private_folder_error
 from rollout.base.yaml_files import read_yaml
@@ -26,6 +27,7 @@ class RunState:
     steps: int  # finished training steps
     total_steps: int | None  # None if the config cannot be read
     done: bool
+    failure: str  # job, cause and log of the newest failure of an unfinished run, or ""
     reward: float | None  # that of the last step with a reward
     accuracy: float | None  # that of the last validation
     scores: Mapping[str, float]  # avg@k of each evaluation, by state
@@ -135,11 +137,17 @@ def _read_run_state(run: Path) -> RunState:
     with collecting_problems(problems):
         is_done = (run / "train" / "done.json").is_file()
 
+    failure = ""
+    if not is_done:
+        with collecting_problems(problems):
+            failure = _read_failure(run)
+
     return RunState(
         run=run.name,
         steps=1 + max((int(row["step"]) for row in rows), default=-1),
         total_steps=total_steps,
         done=is_done,
+        failure=failure,
         reward=_last_value(rows, "reward/mean"),
         accuracy=_last_value(rows, "validation/accuracy"),
         scores=scores,
@@ -155,6 +163,21 @@ def _read_total_steps(run: Path) -> int:
             f"{run / 'config.yaml'}: expected a whole number at trainer.steps; make it again"
         )
     return steps
+
+
+def _read_failure(run: Path) -> str:
+    """Return the cause of the newest failure in the logs of a run's jobs, or "" if no job has failed.
+
+    Logs that are links to files outside of the run's folder are not read.
+    """
+    folder = run.resolve()
+    logs = [log for log in run.glob("logs/*.log") if log.is_file()]
+    logs = [log for log in logs if log.resolve().is_relative_to(folder)]
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
+        cause = failure_cause(log)
+        if cause:
+            return f"{log.stem}: {cause} ({log})"
+    return ""
 
 
 def _read_score(evaluation: Path) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mcore_mas.reports.job_failures import CAUSE_PREFIX
 from mcore_mas.runtime.error_description import describe_error
 from mcore_mas.runtime.slurm import slurm_job_id
 from mcore_mas.runtime.stop_signal import (
@@ -17,10 +18,10 @@ from mcore_mas.runtime.stop_signal import (
     stop_at_start,
 )
 from mcore_mas.runtime.user_terminal import keep_terminal
+from rollout.base.ownership import FolderError
 from rollout.base.processes import die_with_parent
 from rollout.base.text import escape_logs, escape_text
 
-CAUSE_PREFIX = "error: "  # begins the line with the cause of a failure
 STARTED_AGAIN = "----- started again -----\n"  # separates the starts of a job in its log
 
 
@@ -51,6 +52,32 @@ def logged(path: Path | str) -> Iterator[None]:
         print(f"{CAUSE_PREFIX}{describe_error(error)}", file=sys.stderr)
         sys.exit(1)
     ignore_stop_signals()  # the work is done
+
+
+@contextmanager
+def logged_cause(path: Path) -> Iterator[None]:
+    """Append the cause of an error in this block to the log `path`, for trainings outside of the pipeline.
+
+    Their output stays on the terminal. If the log exists, a line in it separates this start from the
+    earlier ones. A folder that cannot be used is no failure of its run: it may be in training elsewhere.
+    """
+    if path.is_file() and path.stat().st_size:
+        with suppress(OSError):
+            _append(path, STARTED_AGAIN)
+    try:
+        yield
+    except FolderError:
+        raise
+    except Exception as error:
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            _append(path, f"{CAUSE_PREFIX}{describe_error(error)}\n")
+        raise
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as log:
+        log.write(text)
 
 
 def _redirect_output(path: Path) -> None:

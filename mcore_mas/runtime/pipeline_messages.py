@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_mas.runtime.joblog import CAUSE_PREFIX, STARTED_AGAIN
+from mcore_mas.reports.job_failures import CAUSE_PREFIX
+from mcore_mas.runtime.joblog import STARTED_AGAIN
 from rollout.base.text import escape_line
 
 _CONTINUES = "the same command continues from what is saved"

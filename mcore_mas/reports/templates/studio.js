@@ -139,13 +139,15 @@ function runButton(state) {
   progress.max = state.total_steps || 1;
   progress.value = state.total_steps ? state.steps : 0;
   const facts = [state.done ? plural(state.steps, "step") : `step ${state.steps} of ${state.total_steps ?? "?"}`];
+  if (state.failure) facts.unshift("failed");
   if (state.reward !== null) facts.push(`reward ${formatNumber(state.reward)}`);
   for (const [evaluation, score] of Object.entries(state.scores)) {
     facts.push(`${evaluation} ${formatPercent(score)}`);
   }
-  const problems = state.problems.map(problem => withClass(element("small", problem), "bad clamp"));
+  const failures = state.failure ? [state.failure] : [];
+  const problems = [...failures, ...state.problems].map(problem => withClass(element("small", problem), "bad clamp"));
   for (const problem of problems) problem.title = problem.textContent;
-  const parts = [element("small", facts.join(" · ")), ...problems, ...(state.done ? [] : [progress])];
+  const parts = [element("small", facts.join(" · ")), ...problems, ...(state.done || state.failure ? [] : [progress])];
   const button = element("button", state.run, parts);
   button.setAttribute("aria-current", state.run === run.name);
   button.onclick = () => chooseRun(state.run);
@@ -251,7 +253,10 @@ function showFacts() {
   const state = states.find(candidate => candidate.run === run.name);
   const steps = stepCount(run);
   const total = state && state.total_steps !== null ? ` of ${state.total_steps}` : "";
-  byId("facts").textContent = state && state.done ? `trained for ${plural(steps, "step")}` : `step ${steps}${total}`;
+  let facts = `step ${steps}${total}`;
+  if (state && state.done) facts = `trained for ${plural(steps, "step")}`;
+  if (state && state.failure) facts = `failed at step ${steps}${total}: ${state.failure}`;
+  byId("facts").textContent = facts;
   showTiles();
 }
 

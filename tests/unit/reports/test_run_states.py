@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from mcore_mas.cli.main import app
 from mcore_mas.reports.run_states import RunState, read_run_states
+from mcore_mas.runtime.joblog import logged_cause
+from mcore_mas.runtime.stop_signal import Stopped
 from rollout.base.ownership import FolderError
 from tests.support.run_files import (
     CONFIG_DAMAGE,
@@ -31,6 +33,7 @@ def test_runs_of_a_folder_have_their_steps_and_scores(tmp_path: Path) -> None:
         steps=2,
         total_steps=4,
         done=False,
+        failure="",
         reward=0.75,
         accuracy=0.25,
         scores={"trained": 0.5},
@@ -50,6 +53,34 @@ def test_the_command_lists_runs(tmp_path: Path) -> None:
     empty = tmp_path / "a" / "train"
     output = CliRunner().invoke(app, ["ls", str(empty)], env={"COLUMNS": "80"}).stdout
     assert output == f"no runs in {empty}\n"
+
+
+def test_a_run_whose_newest_start_failed_has_the_cause(tmp_path: Path) -> None:
+    run = write_small_run(tmp_path / "a", {"t": 0.5})
+    log = run / "logs" / "train.log"
+    with pytest.raises(FolderError), logged_cause(log):
+        raise FolderError("another process trains this run")
+    assert not log.exists()
+    with pytest.raises(ValueError, match="first"), logged_cause(log):
+        raise ValueError("first\n  second")
+    cause = f"train: ValueError: first second ({log})"
+    assert [state.failure for state in read_run_states(tmp_path)] == [cause]
+    result = CliRunner().invoke(app, ["ls", str(tmp_path)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert "2/4 failed" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"a: failed: {cause}"
+
+    # Another start, also one that was stopped, is no failure.
+    with pytest.raises(Stopped), logged_cause(log):
+        assert read_run_states(tmp_path)[0].failure == ""
+        raise Stopped("stopped by SIGTERM after step 2; the same command continues")
+    assert read_run_states(tmp_path)[0].failure == ""
+
+    # The pipeline trains after the tasks are prepared again, and a finished run has not failed.
+    (run / "logs" / "prepare_tasks.log").write_text("error: no tasks\n")
+    assert read_run_states(tmp_path)[0].failure.startswith("prepare_tasks: no tasks (")
+    (run / "train" / "done.json").touch()
+    assert read_run_states(tmp_path)[0].failure == ""
 
 
 @pytest.fixture
