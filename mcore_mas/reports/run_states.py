@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class RunState:
     accuracy: float | None  # that of the last validation
     scores: Mapping[str, float]  # avg@k of each evaluation, by state
     problems: tuple[str, ...]  # a line on each file that cannot be read
+    # Time of the last change of its metrics or trajectories, in seconds since the epoch.
+    changed_s: float = field(default=0.0, compare=False)
 
 
 def run_folders(results: Path) -> list[Path]:
@@ -152,6 +154,7 @@ def _read_run_state(run: Path) -> RunState:
         accuracy=_last_value(rows, "validation/accuracy"),
         scores=scores,
         problems=tuple(problems),
+        changed_s=_last_change(run),
     )
 
 
@@ -163,6 +166,16 @@ def _read_total_steps(run: Path) -> int:
             f"{run / 'config.yaml'}: expected a whole number at trainer.steps; make it again"
         )
     return steps
+
+
+def _last_change(run: Path) -> float:
+    """Return the time of the last change of a run's metrics or trajectories, or else of its config."""
+    times = {}
+    for name in ("train/metrics.jsonl", "train/trajectories", "config.yaml"):
+        with suppress(OSError):
+            times[name] = (run / name).stat().st_mtime
+    config_time = times.pop("config.yaml", 0.0)
+    return max(times.values(), default=config_time)
 
 
 def _read_failure(run: Path) -> str:

@@ -162,14 +162,13 @@ function showOtherRuns(names) {
   select.value = other.name;
 }
 
-// Return the run of the address, or else a run in training, or else the first one; set the tab to that
-// of the address.
+// Return the run of the address, or else the one whose metrics or trajectories changed last; set the tab to
+// that of the address.
 function initialRun() {
   const [runName, tabName] = location.hash.slice(1).split("/").map(decodeURIComponent);
   tab = TABS.find(name => [name, TAB_ADDRESSES[name]].includes(tabName)) || tab;
   if (states.some(state => state.run === runName)) return runName;
-  const training = states.find(state => !state.done && state.steps);
-  return (training || states[0]).run;
+  return states.reduce((newest, state) => state.changed_s > newest.changed_s ? state : newest).run;
 }
 
 async function chooseRun(name) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,19 @@ def test_a_run_whose_newest_start_failed_has_the_cause(tmp_path: Path) -> None:
     assert read_run_states(tmp_path)[0].failure.startswith("prepare_tasks: no tasks (")
     (run / "train" / "done.json").touch()
     assert read_run_states(tmp_path)[0].failure == ""
+
+
+def test_the_last_change_of_a_run_is_that_of_its_metrics_or_trajectories(tmp_path: Path) -> None:
+    run = write_small_run(tmp_path / "a", {"t": 0.5})
+    os.utime(run / "config.yaml", (300, 300))
+    os.utime(run / "train" / "metrics.jsonl", (100, 100))
+    assert read_run_states(run)[0].changed_s == 100
+    (run / "train" / "trajectories").mkdir()
+    os.utime(run / "train" / "trajectories", (200, 200))
+    assert read_run_states(run)[0].changed_s == 200
+    (run / "train" / "trajectories").rmdir()
+    (run / "train" / "metrics.jsonl").unlink()
+    assert read_run_states(run)[0].changed_s == 300
 
 
 @pytest.fixture
