@@ -394,6 +394,7 @@ def _missing_await(
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
+    later_statements = _later_statements(nodes)
     for node in nodes:
         if not isinstance(node, ast.Assign | ast.Expr) or not isinstance(node.value, ast.Call):
             continue
@@ -405,10 +406,47 @@ def _missing_await(
         targets = [
             target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)
         ]
-        is_dropped = isinstance(node, ast.Expr)
-        if is_dropped or any(name in with_attributes and bindings[name] == 1 for name in targets):
+        is_misused = isinstance(node, ast.Expr)  # the coroutine is dropped
+        for name in targets:
+            if bindings[name] == 1:
+                is_misused |= name in with_attributes
+            else:
+                is_misused |= _is_taken_for_result(name, later_statements.get(node, ()))
+        if is_misused:
             return f"write await before {ast.unparse(node.value)}"
     return ""
+
+
+def _later_statements(nodes: Sequence[ast.AST]) -> dict[ast.stmt, list[ast.stmt]]:
+    """Return the statements that follow each statement in its block."""
+    later: dict[ast.stmt, list[ast.stmt]] = {}
+    for node in nodes:
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                later.update({statement: block[i + 1 :] for i, statement in enumerate(block)})
+    return later
+
+
+def _is_taken_for_result(name: str, statements: Sequence[ast.stmt]) -> bool:
+    """Return True if the first of these statements that has a variable uses an attribute of it, or overwrites it.
+
+    A variable that holds a coroutine must be awaited, or passed on, before either. Of a statement with
+    a block, only the condition is known to be executed; if the variable is elsewhere in it, return False.
+    """
+    for statement in statements:
+        executed: ast.AST | None = statement
+        if hasattr(statement, "body"):
+            executed = getattr(statement, "test", None)
+        parts = [] if executed is None else list(ast.walk(executed))
+        uses = [node for node in parts if isinstance(node, ast.Name) and node.id == name]
+        if uses:
+            attributes = [node.value for node in parts if isinstance(node, ast.Attribute)]
+            is_read = any(isinstance(use.ctx, ast.Load) for use in uses)
+            return not is_read or any(use in attributes for use in uses)
+        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
+            return False
+    return False
 
 
 def _definition(function: Callable[..., Any]) -> _FunctionNode | None:

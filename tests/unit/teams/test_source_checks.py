@@ -244,6 +244,15 @@ async def valid(task, team, env):
     _ = env.run("1 + 1"), await env.preview("1"), env.rewards
 
 
+async def later_replies(task, team, env):
+    reply = team.act("writer")
+    for _ in range(2):
+        reply = await reply
+        reply = team.act(reply.value)
+    reply = asyncio.ensure_future(reply)
+    return reply.done()
+
+
 async def rebound(task, team, env):
     with OTHERS.of(team) as team:
         await team.anything(task.prompt)
@@ -264,6 +273,33 @@ async def decorated(task, team, env):
     await team.anything(task.prompt)
 
 
-@pytest.mark.parametrize("orchestra", [valid, rebound, nested, decorated, *ORCHESTRAS.values()])
+@pytest.mark.parametrize(
+    "orchestra", [valid, later_replies, rebound, nested, decorated, *ORCHESTRAS.values()]
+)
 def test_valid_orchestras_are_not_reported(orchestra: Any) -> None:
     assert describe_misuse(orchestra, Task, TeamSession, Episode) == ""
+
+
+async def reads_an_attribute(task, team, env):
+    for _ in range(2):
+        reply = team.act("writer")
+        draft = f"{reply.text}!"
+        reply = await team.act("editor", draft=draft)
+
+
+async def reads_it_in_a_condition(task, team, env):
+    reply = team.act("writer")
+    while reply.value is None:
+        reply = await team.act("writer")
+
+
+async def overwrites(task, team, env):
+    reply = team.act("writer")
+    reply = await team.act("editor")
+    return reply.text
+
+
+@pytest.mark.parametrize("orchestra", [reads_an_attribute, reads_it_in_a_condition, overwrites])
+def test_a_coroutine_in_a_variable_that_is_assigned_again_is_reported(orchestra: Any) -> None:
+    misuse = describe_misuse(orchestra, Task, TeamSession, Episode)
+    assert misuse == "write await before team.act('writer')"
