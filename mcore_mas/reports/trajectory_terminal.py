@@ -170,14 +170,7 @@ def print_trajectories(
     """
     task_ids = {trajectory.task_id for trajectory in trajectories}
     texts = find_task_texts(file, task_ids)
-    headings = ("sample", "turns", "outcome", "reward", "advantage")
-    table = Table(
-        Column("#", justify="right"),
-        Column("task", no_wrap=True, overflow="ellipsis"),
-        *(Column(heading, justify="right") for heading in headings),
-        "status",
-        show_edge=False,
-    )
+    rows = []
     for number, trajectory in enumerate(trajectories, start=1):
         rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
         turn_advantages = [
@@ -185,21 +178,38 @@ def print_trajectories(
             for (trajectory_id, _, _), advantage in advantages.items()
             if trajectory_id == trajectory.id
         ]
-        status = trajectory.status.value
-        if trajectory.error:
-            status = f"{status}: {trajectory.failure_reason}"
-        table.add_row(
+        numbers = [
             str(number),
-            plain_text(_task_name(trajectory.task_id, texts)),
             str(trajectory.sample),
             str(len(trajectory.turns)),
             _number_cell(trajectory.outcome),
             _number_cell(fmean(rewards) if rewards else None),
             _number_cell(fmean(turn_advantages) if turn_advantages else None),
+        ]
+        rows.append(numbers)
+
+    # In a narrow terminal, tasks and statuses are shortened first, then headings, and never numbers.
+    headings = ("#", "sample", "turns", "outcome", "reward", "advantage")
+    columns = [
+        Column(heading, justify="right", no_wrap=True, min_width=max(map(len, numbers)))
+        for heading, *numbers in zip(headings, *rows, strict=True)
+    ]
+    table = Table(columns[0], "task", *columns[1:], "status", show_edge=False)
+    for trajectory, numbers in zip(trajectories, rows, strict=True):
+        task = plain_text(_task_name(trajectory.task_id, texts))
+        task.no_wrap = True
+        task.overflow = "ellipsis"
+        status = trajectory.status.value
+        if trajectory.error:
+            status = f"{status}: {trajectory.failure_reason}"
+        table.add_row(
+            numbers[0],
+            task,
+            *numbers[1:],
             plain_text(status),
             style="" if trajectory.status is Status.COMPLETED else "red",
         )
-    console.print(table)
+    console.print(table, crop=False)
     console.print(plain_text(f"{len(trajectories)} trajectories; one of them:", "dim"))
     # The command is not wrapped, so that it can be copied.
     console.print(

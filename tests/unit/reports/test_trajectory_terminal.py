@@ -124,6 +124,27 @@ def test_the_command_below_a_list_is_one_line_however_narrow_the_terminal(
     assert text.splitlines()[-1] == f"mcore-mas show {path} --index 1"
 
 
+@pytest.mark.parametrize("columns", [80, 40])
+def test_the_numbers_of_a_list_are_never_cut(tmp_path, capsys, monkeypatch, columns):
+    path = tmp_path / "step.parquet"
+    reward = replace(turn(0), reward=-0.8125)
+    trajectories = [
+        trajectory(reward, id=f"t{number}", sample=number, task_id="question " * 8, outcome=0.625)
+        for number in range(12)
+    ]
+    failure = failed(turn(0), sample=12)
+    write_trajectories(
+        path, [*trajectories, replace(failure, error="EngineError: " + "long " * 20)]
+    )
+    lines = show(capsys, monkeypatch, path, columns=columns).splitlines()
+    rows = [line.split("│") for line in lines if line.count("│") == 7]
+    assert [cell.strip() for cell in rows[11][2:6]] == ["11", "1", "0.625", "-0.812"]
+    if columns == 80:
+        headings = [heading.strip() for heading in lines[0].split("┃")]
+        assert headings[2:-1] == ["sample", "turns", "outcome", "reward", "advantage"]
+        assert all(len(line) <= 80 for line in lines[:-1])
+
+
 HOSTILE = "\x1b]0;owned\x07 \x1b[2J \x9b2J a\rb \x1b]52;c;aGk=\x07 \u202eevil\u202c\ttab"
 
 
