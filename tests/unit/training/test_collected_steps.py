@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +30,47 @@ from tests.support.simulated import Log
 from tests.support.virtual_time import run_virtually
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unbroken:
+    """Outcome of a training that was not killed.
+
+    Attributes:
+        seconds: virtual time at the end of its last step.
+        trajectories: trajectories of all its steps.
+    """
+
+    seconds: float
+    trajectories: list[Trajectory]
+
+
+@pytest.fixture(scope="module")
+def unbroken_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Unbroken]:
+    """Return a function that trains once for each staleness, and returns the outcome."""
+
+    @cache
+    def train_unbroken(staleness: int) -> Unbroken:
+        folder = tmp_path_factory.mktemp("unbroken")
+        step_ends: list[float] = []
+        log = Log(lambda step, metrics: step_ends.append(asyncio.get_running_loop().time()))
+        session = replace(restarted_session(folder, staleness), logbook=log)
+        assert train(session)
+        trajectories = trajectories_of(folder)
+        assert sampled_by(session) == token_count(trajectories)
+        return Unbroken(seconds=step_ends[-1], trajectories=trajectories)
+
+    return train_unbroken
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("share", [0.13, 0.5, 0.77])
 def test_finished_trajectories_are_kept_and_none_is_left_out(
-    tmp_path: Path, staleness: int, share: float
+    tmp_path: Path, unbroken_of: Callable[[int], Unbroken], staleness: int, share: float
 ) -> None:
     """A run that is killed after a share of its time is compared with one that is not."""
-    step_ends: list[float] = []
-    log = Log(lambda step, metrics: step_ends.append(asyncio.get_running_loop().time()))
-    unbroken = replace(restarted_session(tmp_path / "unbroken", staleness), logbook=log)
-    assert train(unbroken)
-    unbroken_trajectories = trajectories_of(tmp_path / "unbroken")
-    assert sampled_by(unbroken) == token_count(unbroken_trajectories)
-
+    unbroken = unbroken_of(staleness)
     folder = tmp_path / "killed"
-    assert not train(restarted_session(folder, staleness), share * step_ends[-1])
+    assert not train(restarted_session(folder, staleness), share * unbroken.seconds)
     complete_files = {
         path: path.read_bytes()
         for path in (folder / "trajectories").glob("*.parquet")
@@ -59,7 +86,7 @@ def test_finished_trajectories_are_kept_and_none_is_left_out(
     trajectories = trajectories_of(folder)
     ids = [trajectory.id for trajectory in trajectories]
     assert len(set(ids)) == len(ids)
-    assert set(ids) == {trajectory.id for trajectory in unbroken_trajectories}
+    assert set(ids) == {trajectory.id for trajectory in unbroken.trajectories}
 
     sampled_again = []
     for trajectory in trajectories:
@@ -71,7 +98,7 @@ def test_finished_trajectories_are_kept_and_none_is_left_out(
             sampled_again.append(trajectory)
     assert sampled_by(resumed) == token_count(sampled_again)
     if staleness == 0:
-        assert trajectories == unbroken_trajectories
+        assert trajectories == unbroken.trajectories
 
 
 def completions_of(trajectory: Trajectory) -> list[tuple[Any, ...]]:
