@@ -53,7 +53,8 @@ class TrackingConfig(Section):
         may_be_token = is_server and parts.username
         if password_in_query or parts.password or may_be_token:
             raise ValueError(
-                "may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md"
+                "must not hold a password, a token or, for an HTTP server, a user name, because config.yaml and "
+                "MLflow would show it; see docs/mlflow.md"
             )
         has_store_scheme = parts.scheme.partition("+")[0] in _STORE_SCHEMES
         if not uri or not has_store_scheme or (is_server and not parts.hostname):

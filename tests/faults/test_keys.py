@@ -132,7 +132,7 @@ def test_a_tracking_uri_with_a_password_is_refused_without_showing_it(
     values["tracking"]["uri"] = uri
     config_file = tmp_path / "config.yaml"
     config_file.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=r"tracking\.uri: may hold no password") as refusal:
+    with pytest.raises(ConfigError, match=r"tracking\.uri: must not hold a password") as refusal:
         RunConfig.load(config_file)
     assert "tiger" not in str(refusal.value)
 
