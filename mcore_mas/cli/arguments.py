@@ -79,6 +79,17 @@ def run_config_file(run: Path) -> Path:
     return run if run.is_file() else run_folder(run) / "config.yaml"
 
 
+def results_folder(folder: Path) -> Path:
+    """Return a folder of runs, or the folder of a run that is named by its name in results/.
+
+    A folder without runs, such as that of a project's package, does not hide the run of its name.
+    """
+    has_runs = any(folder.glob("config.yaml")) or any(folder.glob("*/config.yaml"))
+    if not has_runs and str(folder) in run_names():
+        return Path("results") / folder
+    return folder
+
+
 def output_path(path: Path | None) -> Path | None:
     """Return the path of a file or folder that a command writes, or None if none is named.
 
@@ -118,7 +129,13 @@ ConfigFile = Annotated[
         autocompletion=run_names,
     ),
 ]
-ResultsFolder = Annotated[Path, typer.Argument(help="The folder of the runs, or of one run.")]
+ResultsFolder = Annotated[
+    Path,
+    typer.Argument(
+        help="The folder of the runs, or one run: its folder, or its name in results/.",
+        callback=results_folder,
+    ),
+]
 
 SuiteName = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
 Overrides = Annotated[

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.cli.arguments import run_folder
+from mcore_mas.cli.arguments import results_folder, run_folder
 from rollout.base.ownership import FolderError
 from rollout.records.files import write_trajectories
 from tests.support.played import trajectory, turn
@@ -24,10 +24,12 @@ def test_a_folder_without_a_run_does_not_hide_the_run_of_its_name(
     write_small_run(tmp_path / "results" / "one", {"t": 1.0})
     (tmp_path / "one").mkdir()  # as `mcore-mas new` makes a package of this name
     assert run_folder(Path("one")) == run_folder(Path("results/one")) == Path("results/one")
+    assert results_folder(Path("one")) == Path("results/one")
+    assert results_folder(Path("results")) == Path("results")
     with pytest.raises(FolderError, match=r"^onee: no run here; .*; nearest: one$"):
         run_folder(Path("onee"))
     write_small_run(tmp_path / "one", {"t": 1.0})
-    assert run_folder(Path("one")) == Path("one")
+    assert run_folder(Path("one")) == results_folder(Path("one")) == Path("one")
 
 
 def call_without_privileges(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
