@@ -59,7 +59,11 @@ def check_runs(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Check the models, layouts, lengths, prompts, files and checkpoints of a suite."""
+    """Check the models, layouts, lengths, prompts, files and checkpoints of a suite.
+
+    Valid settings with which a run cannot continue from its checkpoints are noted, and the exit
+    status is 0; `mcore-mas run -n` refuses them.
+    """
     from mcore_mas.pipeline.check import suite_problems
     from mcore_mas.pipeline.recipe_check import recipe_problems
     from mcore_mas.pipeline.suite import load_suite
