@@ -12,6 +12,7 @@ from mcore_mas.runtime.checkpoint_manifest import (
     ManifestError,
     models_problem,
     read_checkpoint_manifest,
+    surplus_steps_problem,
 )
 from mcore_mas.runtime.input_digests import GAMES_KEY, INDEX_KEY, input_digests, model_key
 from mcore_mas.runtime.recipe import (
@@ -102,7 +103,7 @@ def _checkpoints_problem(
     for folder, manifest in manifests.items():
         problem = _checkpoint_problem(config, manifest, identity)
         if not problem:
-            return ""
+            return surplus_steps_problem(folder, manifest["step"], config.trainer.steps)
         problems.append(f"{folder}: {problem}")
         if identity.may_change:
             break

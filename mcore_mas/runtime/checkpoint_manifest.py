@@ -89,6 +89,16 @@ def validate_checkpoint(folder: Path, identity: Identity) -> str:
     )
 
 
+def surplus_steps_problem(folder: Path, step: int, steps: int) -> str:
+    """Return why a run of `steps` steps cannot continue from a checkpoint of a step, or ""."""
+    if step <= steps:
+        return ""
+    return (
+        f"{folder}: the run has taken {step} steps, more than trainer.steps {steps}; set trainer.steps "
+        f"to {step} or more, or name the run anew"
+    )
+
+
 def models_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
     """Return why a checkpoint is of another run or of other architectures, or ""."""
     if manifest["run"] != identity.run:

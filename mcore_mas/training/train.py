@@ -17,7 +17,8 @@ from mcore_mas.config.models import check_model
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
-from mcore_mas.runtime.checkpoint import Checkpoint, Checkpoints
+from mcore_mas.runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from mcore_mas.runtime.checkpoint_manifest import surplus_steps_problem
 from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.devices import RunDevices, find_devices, fit_to_machine
 from mcore_mas.runtime.errors import TrainingError
@@ -127,6 +128,11 @@ def train(
             checkpoint = fork_if_changed(
                 folder, checkpoints, checkpoint, config.trainer.steps, warnings.append
             )
+            problem = surplus_steps_problem(
+                checkpoint.folder, checkpoint.step, config.trainer.steps
+            )
+            if problem:
+                raise CheckpointError(problem)
 
         # The coach and the remote clients take their keys out of the environment, so that no child
         # process inherits them.

@@ -88,6 +88,11 @@ def test_settings_and_modules_that_differ_from_the_checkpoints_are_reported(
     assert problems_of(tmp_path) == []
     assert problems_of(tmp_path, "trainer.steps=4") == []
 
+    # Its models would be taken for those of two steps.
+    (problem,) = problems_of(tmp_path, "trainer.steps=2")
+    surplus = "the run has taken 3 steps, more than trainer.steps 2; set trainer.steps to 3 or more"
+    assert problem == f"run 'r': {newest}: {surplus}, or name the run anew"
+
     ways_out = f"name the run anew, or start it over (`rm -r {newest.parents[1]}`"
     (problem,) = problems_of(tmp_path, "advantage=grpo")
     assert problem.startswith(f"run 'r': {newest}: trained with advantage.name=")
