@@ -222,7 +222,7 @@ class _TrainingRun:
                     for warning in warnings:
                         logbook.note(warning)
                     if checkpoint:
-                        logbook.note(f"continuing from {checkpoint.folder}")
+                        logbook.note(describe_start(self.config, checkpoint))
                     session = self._make_session(logbook, checkpoint)
                     training = train_session(session, checkpoint, engines_may_be_newer=is_restarted)
                     try:
@@ -332,6 +332,18 @@ class _TrainingRun:
             return None
         ratings = checkpoint.state.get("opponents") if checkpoint else None
         return Opponents(self.config, self.workers.engines, ratings)
+
+
+def describe_start(config: RunConfig, checkpoint: Checkpoint) -> str:
+    """Describe where a run continues from, or that it has finished already."""
+    steps = config.trainer.steps
+    has_finished = (config.folder / "train" / "done.json").is_file()
+    if has_finished and checkpoint.step == steps:
+        return (
+            f"finished already: step {steps} of {steps}; raise trainer.steps to train more, or name "
+            "another run"
+        )
+    return f"continuing from {checkpoint.folder}"
 
 
 def _load_tasks(config: RunConfig) -> dict[str, list[Task]]:
