@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from rich.console import Console
 
+from mcore_mas import resolve_page_paths
 from mcore_mas.api.agents import AgentSpec
 from mcore_mas.api.arguments import (
     check_given,
@@ -165,7 +166,7 @@ class Run:
         check_envs(prepared["train"])
         problem = run_problem(self.config, prepared["train"], trains=trains)
         if problem:
-            raise CheckpointError(problem)
+            raise CheckpointError(resolve_page_paths(problem))
         if trains:
             self._check_prompts(prepared["train"])
 
@@ -210,7 +211,7 @@ class Run:
                 yield row
         except KeyboardInterrupt:
             training.interrupt()
-            raise
+            raise KeyboardInterrupt from None  # the frames below are those of waiting
         finally:
             training.close()
 
@@ -468,7 +469,7 @@ def _call_in_thread(function: Callable[[], _T], stop: StopSignal | None = None) 
         if stop is not None:
             stop.request_threadsafe(urgent=True)
             wait_for_stop(thread, stop)
-        raise
+        raise KeyboardInterrupt from None  # the frames below are those of waiting
 
 
 def _converse_in_thread(

@@ -187,7 +187,7 @@ class StopSignal:
     Ctrl-C after an earlier request to stop ends the process where it stands.
 
     Attributes:
-        sender: name of the signal, or "its caller".
+        sender: name of the signal, "Ctrl-C" in a program that calls the run, or "its caller".
         is_urgent: True if Ctrl-C or a program's caller has asked to stop.
         is_settled: set when the run has stopped, and its state is saved if it can be.
         last_line: the run's last line, which says where it has stopped; "" until then.
@@ -246,8 +246,10 @@ class StopSignal:
         """Tell the run to stop.
 
         Args:
-            urgent: break off an update under way.
+            urgent: break off an update under way, because the caller was interrupted by Ctrl-C.
         """
+        if urgent:
+            self.sender = "Ctrl-C"
         self.is_urgent = self.is_urgent or urgent
         self._event.set()
 

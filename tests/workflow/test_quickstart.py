@@ -163,7 +163,7 @@ def test_ctrl_c_in_a_script_saves_and_the_command_line_plays_its_team(tmp_path: 
         _, stderr = process.communicate(timeout=120)
     assert process.returncode != 0
     assert stderr.splitlines()[-1] == "KeyboardInterrupt", stderr[-2000:]
-    stopped = r"^results/letters: stopped by its caller after step \d+; the same command continues"
+    stopped = r"^results/letters: stopped by Ctrl-C after step \d+; the same command continues"
     assert re.search(stopped, stderr, re.MULTILINE)
     _, alive = psutil.wait_procs(children, timeout=30)
     running = [child.cmdline() for child in alive if child.status() != psutil.STATUS_ZOMBIE]

@@ -25,6 +25,7 @@ from mcore_mas.runtime.input_digests import input_digests
 from mcore_mas.runtime.recipe import identity_of
 from mcore_mas.runtime.stop_signal import Stopped, StopSignal
 from mcore_mas.training import train as training
+from rollout.base.ownership import FolderError
 from rollout.records.files import read_tasks
 from rollout.records.trajectory import Trajectory
 from tests.support import api
@@ -408,6 +409,14 @@ def test_a_refused_run_leaves_a_trained_run_as_it_was(
     with pytest.raises(CheckpointError, match=changed_tasks):
         other_tasks.evaluate(state="base")
     assert contents(folder) == before
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path, folder="/proc/own")  # nobody may write there, not even root
+    with pytest.raises(
+        FolderError, match=r"^/proc/own: cannot write here .*; choose another results"
+    ):
+        run.train()
 
 
 def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(

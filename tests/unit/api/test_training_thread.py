@@ -97,8 +97,10 @@ def test_ctrl_c_ends_a_step_whose_orchestra_never_returns(
         assert "asked" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert "stopped by its caller before the end of the first step" in errors
+    assert "stopped by Ctrl-C before the end of the first step" in errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert "queue.py" not in errors
+    assert "threading.py" not in errors
 
 
 def test_an_error_after_the_last_row_is_printed(
