@@ -4,7 +4,6 @@
 """
 
 import itertools
-import shlex
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.identity import evaluation_identity
 from mcore_mas.evaluation.measure import Scoreboard, measure, score_rows
+from mcore_mas.evaluation.replay import replay_remedy
 from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats, player_names
 from mcore_mas.evaluation.strategies import game_of, strategy_metrics
@@ -89,7 +89,7 @@ def evaluate(
     with owned(folder), stage_record(log):
         strategy = _play_missing(config, folder, board, stop, address or "local")
 
-    _check_failures(board, config.evaluation.max_failed, folder)
+    _check_failures(board, config, folder)
     task_rows = board.task_rows()
     scores = {
         "run": config.run,
@@ -107,21 +107,22 @@ def evaluate(
     return scores
 
 
-def _check_failures(board: Scoreboard, max_failed: float, folder: Path) -> None:
-    """Raise EvaluationError if more than the share `max_failed` of the trajectories have no score.
+def _check_failures(board: Scoreboard, config: RunConfig, folder: Path) -> None:
+    """Raise EvaluationError if more than `evaluation.max_failed` of the trajectories have no score.
 
     Args:
         board: scores of the evaluation.
-        max_failed: largest share that may fail.
+        config: config of the evaluation.
         folder: folder of the trajectories.
     """
+    max_failed = config.evaluation.max_failed
     if len(board.lost) <= max_failed * board.expected_replies:
         return
     remedy = "see to the cause"
     if board.quarantined:
         task_id, sample = board.quarantined[0]
         file = quarantine_path(_quarantine_folder(folder), EVALUATION_STEP, task_id, sample)
-        remedy = f"mend the code; `mcore-mas replay {shlex.quote(str(file))}` shows its error"
+        remedy = f"mend the code; {replay_remedy(config, file, 'shows its error')}"
     raise EvaluationError(
         f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: {remedy}; "
         "then evaluate again, or raise it"

@@ -1,16 +1,39 @@
 """Replay of a quarantined trajectory, with its recorded replies in place of an engine."""
 
 import asyncio
+import json
+import shlex
 import tempfile
 from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.runtime.run_environments import open_environments
 from rollout.base.json_files import read_json
+from rollout.base.lookup import LOCAL_OBJECTS
 from rollout.config.agents import build_team
 from rollout.records.trajectory import Trajectory
 from rollout.teams.collect import CollectOptions, Collector, Deadlines
 from rollout.teams.quarantine import Quarantined
+
+
+def replay_remedy(config: RunConfig, file: Path, effect: str) -> str:
+    """Say how to replay a quarantined trajectory.
+
+    The command cannot do it if the config names objects that only exist in the script of the run.
+
+    Args:
+        config: the run's config.
+        file: file of the trajectory.
+        effect: end of the sentence about the command, such as "plays this trajectory again".
+    """
+    config_text = config.model_dump_json()
+    for name in LOCAL_OBJECTS:
+        if name.startswith("here:") and json.dumps(name) in config_text:
+            return (
+                f"{file} has its replies and its traceback; for `mcore-mas replay`, move "
+                f"'{name.removeprefix('here:')}' of the script into a module, and import it from there"
+            )
+    return f"`mcore-mas replay {shlex.quote(str(file))}` {effect}"
 
 
 def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:

@@ -6,7 +6,6 @@ collection of up to n later steps.
 
 import asyncio
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +16,7 @@ from mcore_mas.credit.assign import filter_samples
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import REQUIRED_COLUMN
 from mcore_mas.evaluation.measure import Scoreboard, measure
+from mcore_mas.evaluation.replay import replay_remedy
 from mcore_mas.evaluation.strategies import game_of, strategy_metrics
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import retry_while_full
@@ -407,7 +407,7 @@ class AsyncRollouts:
                 f"{step_label(step)}: {len(quarantined)} of {len(trajectories)} trajectories are "
                 "quarantined, more than collection.max_quarantined allows, because your code "
                 f"raised an error; the first, {first.title}: {first.error}; mend the code; "
-                f"`mcore-mas replay {shlex.quote(str(file))}` plays this trajectory again"
+                f"{replay_remedy(self.config, file, 'plays this trajectory again')}"
             )
         if all(trajectory.status is not Status.COMPLETED for trajectory in trajectories):
             first_error = trajectories[0].error

@@ -20,6 +20,7 @@ from mcore_mas.api.references import ArgumentError
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.evaluation import converse as chats
 from mcore_mas.evaluation import evaluate as evaluation
+from mcore_mas.evaluation.replay import replay_remedy
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints
 from mcore_mas.runtime.input_digests import input_digests
 from mcore_mas.runtime.recipe import identity_of
@@ -417,6 +418,23 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         FolderError, match=r"^/proc/own: cannot write here .*; choose another results"
     ):
         run.train()
+
+
+def test_no_command_is_advised_that_needs_the_script(tmp_path: Path) -> None:
+    """The command line does not have the objects of a script that is not imported."""
+    file = Path("own/train/quarantine/0-train-1-0.json")
+    command = "`mcore-mas replay own/train/quarantine/0-train-1-0.json` plays it again"
+    importable = make_run(tmp_path).config
+    assert replay_remedy(importable, file, "plays it again") == command
+
+    async def relay_of_script(task, team, env):
+        await relay(task, team, env)
+
+    local = make_run(tmp_path, orchestra=relay_of_script).config
+    assert replay_remedy(local, file, "plays it again") == (
+        f"{file} has its replies and its traceback; for `mcore-mas replay`, move 'own.orchestra' of "
+        "the script into a module, and import it from there"
+    )
 
 
 def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(
