@@ -15,6 +15,7 @@ from rollout.teams.source_checks import (
     chat_agents,
     describe_misuse,
     filled_slots,
+    possible_agents,
     template_slots,
 )
 from rollout.teams.team import TeamSession
@@ -33,8 +34,8 @@ class OrchestraConfig(Choice):
         """Refuse a team that cannot play this orchestra.
 
         Raises:
-            ValueError: an agent has tools but no chats, an agent that is asked or summarizes is missing, a slot of a
-                template is not filled, or the program cannot play.
+            ValueError: an agent has tools but no chats, an agent that is asked or summarizes is missing, an
+                agent is never asked, a slot of a template is not filled, or the program cannot play.
         """
         self._check_tools(team)
         templates = {name: build_role(name, agent).user for name, agent in team.items()}
@@ -53,7 +54,7 @@ class OrchestraConfig(Choice):
         elif self.name == "graph":
             self.arguments["graph"].check_agents(templates)
         else:
-            self._check_calls(team)
+            self._check_calls(team, summarisers)
             agent_templates = {
                 name: text for name, text in templates.items() if name not in summarisers
             }
@@ -81,8 +82,13 @@ class OrchestraConfig(Choice):
                     f"them; {advice}"
                 )
 
-    def _check_calls(self, team: Mapping[str, AgentConfig]) -> None:
-        """Check the calls of team and environment in the code of a user's orchestra."""
+    def _check_calls(self, team: Mapping[str, AgentConfig], summarisers: set[str]) -> None:
+        """Check the calls of team and environment in the code of a user's orchestra.
+
+        Args:
+            team: agents of the team.
+            summarisers: those of them that sum up chats, and are not asked by the orchestra.
+        """
         if self.name in ORCHESTRAS:
             return
         orchestra = self.registry.find(self.name)
@@ -96,6 +102,15 @@ class OrchestraConfig(Choice):
                 f"orchestra '{self.name}' asks agent '{name}', who is not in the team; agents: {', '.join(team)}"
                 f"{nearest_hint(name, team)}"
             )
+        possible = possible_agents(orchestra)
+        if not possible:  # unknown, or a trajectory without any turn says so when it is played
+            return
+        for name in team:
+            if name not in possible | summarisers:
+                raise ValueError(
+                    f"agent '{name}' is never asked by orchestra '{self.name}', so it would not be trained; ask it, or "
+                    f"leave it out of the team; agents that are asked: {', '.join(sorted(possible))}"
+                )
 
     def _check_slots(self, templates: Mapping[str, str]) -> None:
         """Check that the orchestra fills the slots of the user templates."""

@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from string import Formatter
@@ -139,6 +139,30 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
         called `team`, a chat is opened with an agent whose name is not a string literal, or the module
         may hand the team to code of other modules.
     """
+    return _named_agents(orchestra, ("chat",))
+
+
+@lru_cache(maxsize=256)
+def possible_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
+    """Return all agents that an orchestra may ask, according to the source of its module.
+
+    Returns:
+        None if the source does not show them: it is missing, the orchestra has decorators, its second
+        parameter is not called `team`, it asks an agent whose name is not a string literal, or the
+        module may hand the team to code of other modules.
+    """
+    definition = _definition(orchestra)
+    if definition is None or definition.decorator_list:
+        return None
+    return _named_agents(orchestra, ("act", "chat", "take_turn"))
+
+
+def _named_agents(orchestra: Callable[..., Any], methods: Collection[str]) -> frozenset[str] | None:
+    """Return the string literals with which the module of an orchestra calls methods of its team.
+
+    Returns:
+        None if the source does not show them all.
+    """
     nodes = _module_nodes(orchestra)
     definition = _definition(orchestra)
     if nodes is None or definition is None:
@@ -149,18 +173,18 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
 
     functions = {node.name: node for node in nodes if isinstance(node, _FunctionNode)}
     agents: set[str] = set()
-    # `.chat` in calls in which the agent's name is a string literal
-    understood_chats: set[ast.expr] = set()
+    # methods in calls in which the agent's name is a string literal
+    understood_methods: set[ast.expr] = set()
     # Names that do not hand the team to other modules: `team` before an attribute, and as an
     # argument of a function of this module whose parameter is also called `team`.
     local_uses: set[ast.expr] = set()
     for node in nodes:
         match node:
             case ast.Call(
-                func=ast.Attribute(attr="chat") as chat, args=[ast.Constant(value=str(agent)), *_]
-            ):
+                func=ast.Attribute(attr=name) as method, args=[ast.Constant(value=str(agent)), *_]
+            ) if name in methods:
                 agents.add(agent)
-                understood_chats.add(chat)
+                understood_methods.add(method)
             case ast.Call(func=ast.Name(id=name)) as call if name in functions:
                 local_uses.update(_team_arguments(call, functions[name]))
             case ast.Attribute(value=ast.Name(id="team") as team):
@@ -168,7 +192,7 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
 
     for node in nodes:
         match node:
-            case ast.Attribute(attr="chat") if node not in understood_chats:
+            case ast.Attribute(attr=name) if name in methods and node not in understood_methods:
                 return None
             case ast.Name(id="team") if node not in local_uses:
                 return None

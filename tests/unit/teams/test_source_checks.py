@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rollout.config.agents import AgentConfig
+from rollout.config.orchestra import OrchestraConfig
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
@@ -17,6 +19,7 @@ from rollout.teams.source_checks import (
     chat_agents,
     describe_misuse,
     filled_slots,
+    possible_agents,
     template_slots,
 )
 from rollout.teams.team import TeamSession
@@ -120,6 +123,39 @@ def test_the_agents_of_chats_are_read_from_the_source(
         "renames": None,
         "lends_renamed": None,
     }
+
+
+def test_an_agent_that_the_orchestra_can_never_ask_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = "async def play(task, team, env):\n    if task.answers:\n"
+    sources = {
+        "writes": head + "        await team.act('solver')\n    team.chat('verifier')\n",
+        "names": head + "        await team.act(task.source)\n    await team.act('solver')\n",
+        "wrapped": "from wrappers import wrap\n@wrap\n"
+        + head
+        + "        await team.act('solver')\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}_agents.py").write_text(source)
+    (tmp_path / "wrappers.py").write_text("def wrap(play): return play\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    agents = {name: possible_agents(import_module(f"{name}_agents").play) for name in sources}
+    assert agents == {"writes": {"solver", "verifier"}, "names": None, "wrapped": None}
+
+    team = {
+        name: AgentConfig(role="solver", policy="p", user="Solve it.")
+        for name in ("solver", "verifier", "judge")
+    }
+    with pytest.raises(ValueError) as error:
+        OrchestraConfig(name="writes_agents:play").check_agents(team)
+    assert str(error.value) == (
+        "agent 'judge' is never asked by orchestra 'writes_agents:play', so it would not be trained; ask it, or leave "
+        "it out of the team; agents that are asked: solver, verifier"
+    )
+    OrchestraConfig(name="names_agents:play").check_agents(team)
+    del team["judge"]
+    OrchestraConfig(name="writes_agents:play").check_agents(team)
 
 
 def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
