@@ -11,13 +11,16 @@ from mcore_mas.training.train import train
 from tests.support.in_process import training_here
 from tests.support.run_folder import cold_started_run
 
+# Nothing reads the demo's validation and checkpoint in the middle of its 20 steps.
+SETTINGS = ("trainer.validate_every=20", "trainer.checkpoint_every=20")
+
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_one_model_is_as_right_as_the_vote_at_a_third_of_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = cold_started_run(tmp_path, experiment="demo_distill")
+    run = cold_started_run(tmp_path, *SETTINGS, experiment="demo_distill")
     with training_here(monkeypatch):
         train(run / "config.yaml")
     team, model = distill(run, tmp_path / "one", DistillSettings(lr=3e-4))
