@@ -27,6 +27,9 @@ SETTINGS = (
     "trainer.steps=45",
     "trainer.group_size=16",
     "trainer.validate_every=15",
+    "trainer.checkpoint_every=45",
+    # The strategy is measured at the policy's probabilities, not in these games.
+    "evaluation.samples=16",
 )
 
 
