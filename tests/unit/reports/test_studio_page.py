@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -361,3 +362,22 @@ def test_hostile_names_are_text_in_charts_and_tooltips(page: Browser, tmp_path: 
     assert name in page.value(HOVER.format("right", "agent/*/reward_mean"))
     assert page.value("document.querySelectorAll('main img, #tooltip img').length") == 0
     assert page.value("document.title") == "mcore-mas studio"
+
+
+def test_a_failed_run_shows_its_cause_and_the_newest_run_is_opened(
+    page: Browser, tmp_path: Path
+) -> None:
+    log = tmp_path / "results/a/logs/train.log"
+    log.parent.mkdir()
+    log.write_text("Traceback\nerror: ValueError: boom\n")
+    facts = "document.getElementById('facts').textContent"
+    page.until(
+        f"{facts}.startsWith('failed at step 3 of 4: train: ValueError: boom (')", seconds=20
+    )
+    button = "document.querySelector('#runs button')"
+    assert page.value(f"{button}.querySelector('small').textContent").startswith("failed · step 3")
+    assert page.value(f"{button}.querySelector('progress')") is None
+
+    os.utime(tmp_path / "results/b/train/metrics.jsonl", (2**31, 2**31))
+    page.value("location.hash = ''; location.reload(); 0")
+    page.until("document.getElementById('title')?.textContent === 'b'", seconds=20)
