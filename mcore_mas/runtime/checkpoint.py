@@ -150,6 +150,10 @@ class Checkpoints:
         checkpoint, refused = _find_newest(self._folder, self.identity)
         if checkpoint is None and refused:
             folder, problem = refused[0]
+            if self._is_of_other_recipe(folder):
+                raise CheckpointError(
+                    f"{folder}: {problem}, or move {self._folder} away to start over"
+                )
             others = "there is no older one"
             if len(refused) == 2:
                 others = "nor does the older one fit this run"
@@ -268,6 +272,12 @@ class Checkpoints:
         failpoint("checkpoint.there")
         sync_folder(self._folder)
         self._prune()
+
+    def _is_of_other_recipe(self, folder: Path) -> bool:
+        """Return True if the manifest of a checkpoint has another recipe or other inputs than the run."""
+        with suppress(ManifestError):
+            return bool(describe_differences(read_checkpoint_manifest(folder), self.identity))
+        return False
 
     def _prune(self) -> None:
         """Remove the checkpoints that are neither among the newest nor among the best."""
