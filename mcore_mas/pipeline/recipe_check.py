@@ -48,7 +48,10 @@ def recipe_problems(suite: Suite) -> list[str]:
         if not manifests:
             continue
         identity = _expected_identity(config, _expected_tasks_digest(suite, config, new_tasks))
-        if (config.folder / "train" / "done.json").is_file():
+        newest = max((config.folder / "train" / "checkpoints").glob("step_*"))  # may be damaged
+        newest_step = int(newest.name.removeprefix("step_"))
+        has_steps_left = newest_step < config.trainer.steps
+        if (config.folder / "train" / "done.json").is_file() and not has_steps_left:
             # A finished training is not repeated because of another version of mcore-mas.
             inputs = {key: value for key, value in identity.inputs.items() if key != CODE_KEY}
             identity = replace(identity, inputs=inputs)
