@@ -152,7 +152,7 @@ def test_a_server_needs_no_more_gpus_than_the_machine_of_its_evaluation(
 def test_a_run_on_cpus_has_no_engine_or_retriever_on_a_gpu() -> None:
     with pytest.raises(
         SuiteError,
-        match=r"policies\.solver: engine\.device: cuda, and cluster\.device: cpu shows it no",
+        match=r"policies\.solver: engine\.device is cuda, but cluster\.device: cpu hides the GPUs",
     ):
         load_suite("demo_math", ["engine.device=cuda"])
     lines = suite_problems(load_suite("demo_search", ["retriever.device=cuda"]))
