@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,27 +92,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
-    """Start the processes of `pytest -n` as forks of this one, which imports the modules of the tests once."""
-    from tests.support.forked_workers import fork_workers
-
-    fork_workers(specs)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Fork the fork server of the tests from a worker while all that the worker has is modules."""
-    if not hasattr(session.config, "workerinput"):
-        return
-    from tests.support.forked_workers import start_fork_server
-
-    # The processes of the server inherit its streams, so a test that fails shows what they print.
-    capture = session.config.pluginmanager.getplugin("capturemanager")
-    capture.resume_global_capture()
-    start_fork_server()
-    capture.suspend_global_capture()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exclude the objects of imported modules from garbage collections, which would visit a million of them."""
@@ -125,7 +104,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without slow tests with `-m slow`; to import them takes each process four seconds."""
+    """Leave out files without slow tests with `-m slow`; to import them takes each process ten seconds."""
     if config.option.markexpr != "slow" or not collection_path.name.startswith("test_"):
         return None
     has_slow_tests = "mark.slow" in collection_path.read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ def program_position(words: Sequence[str]) -> int | None:
     return None
 
 
-def open_streams() -> None:
+def _open_streams() -> None:
     """Open Python's standard streams anew, as an interpreter does at its start."""
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -55,7 +55,7 @@ def close_descriptors(*, keep: Iterable[int]) -> None:
 
 def run_program(words: Sequence[str]) -> int:
     """Run the program of a command in this process; return its exit status."""
-    open_streams()
+    _open_streams()
     position = program_position(words)
     assert position is not None
     options = words[:position]

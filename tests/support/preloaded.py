@@ -1,17 +1,55 @@
-"""Preparation of the process from which ranks and programs of tests are forked."""
+"""Imports of the process from which ranks and programs of tests are forked."""
 
 import atexit
 import ctypes
+import gc
+import importlib
 import re
 import weakref
 from pathlib import Path
 
-import pytest
-import torch._dynamo.utils
+gc.disable()  # modules are no garbage
 
-import tests.support.preloaded_modules  # noqa: F401
-from mcore_mas.tracking.mlflow_store import set_mlflow_variables
-from tests.support import ray_forks
+from tests.support import ray_forks  # noqa: E402
+
+ray_forks.import_ray()
+
+import torch._dynamo.utils  # noqa: E402
+
+import tests.support.in_process  # noqa: E402
+import tests.support.ranks  # noqa: E402, F401
+from mcore_mas.tracking.mlflow_store import set_mlflow_variables  # noqa: E402
+
+# The modules of jobs and commands, also those that MLflow, Ray and they import when they first use them
+set_mlflow_variables()
+for name in (
+    "alembic.command",
+    "git",
+    "mcore_mas.cli.main",
+    "mcore_mas.evaluation.evaluate",
+    "mlflow.pyfunc",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.tracing.trace_manager",
+    "pyarrow.json",
+    "pyarrow.pandas_compat",
+    "pydantic.v1",
+    "ray._common.usage.usage_lib",
+    "ray.dag.compiled_dag_node",
+    "ray.dashboard.modules.log.log_manager",
+    "rollout.engines.embedded.build",
+    "rollout.engines.embedded.host",
+    "snakemake.cli",
+    "transformers.convert_slow_tokenizer",
+):
+    importlib.import_module(name)
+
+# At the exit of every fork, torch would unregister its operators, one by one, and make a table of compilations.
+atexit.unregister(torch._dynamo.utils.dump_compile_times)
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False
+
+gc.enable()
+gc.freeze()  # excludes the modules from the garbage collections of forks
 
 
 def _collapse_memory() -> None:
@@ -33,11 +71,4 @@ def _collapse_memory() -> None:
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), madv_collapse)
 
 
-# At the exit of every fork, torch would unregister its operators, one by one, and make a table of compilations.
-atexit.unregister(torch._dynamo.utils.dump_compile_times)
-for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-    finalizer.atexit = False
-
-ray_forks.leave_out_idle_processes(pytest.MonkeyPatch())
-set_mlflow_variables()
 _collapse_memory()

@@ -49,6 +49,7 @@ def import_ray() -> None:
 
     for name in variables:
         del os.environ[name]
+    leave_out_idle_processes(pytest.MonkeyPatch())
 
 
 def leave_out_idle_processes(patch: pytest.MonkeyPatch) -> None:
