@@ -61,7 +61,7 @@ ENDLESS_PROGRAM = """
 import sys
 from pathlib import Path
 
-from tests.support.api import make_run
+from tests.support.api import AGENTS, make_run
 
 
 async def endless(task, team, env):
@@ -72,7 +72,10 @@ async def endless(task, team, env):
 
 if __name__ == "__main__":
     no_limit = {"max_turns": None}
-    run = make_run(Path(sys.argv[1]), orchestra=endless, collection=no_limit)
+    writer, _ = AGENTS
+    run = make_run(
+        Path(sys.argv[1]), agents=[writer], orchestra=endless, collection=no_limit
+    )
     run.train()
 """
 
