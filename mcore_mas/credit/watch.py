@@ -14,9 +14,8 @@ from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import step_label
 
 _STEPS_OF_COLLAPSE = 5  # warn after so many steps in a row without an advantage, and at the end
-_STEPS_OF_IDLENESS = (
-    5  # warn about agents without a turn after so many steps, or after the last step
-)
+# Warn about agents without a turn after so many steps, or after the last step of a shorter run.
+_STEPS_OF_IDLENESS = 5
 _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times another's
 
 
