@@ -1,6 +1,7 @@
 """Checks of an orchestra's source: slots, agents, and attributes of its team and environment."""
 
 import asyncio
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -88,6 +89,19 @@ def test_the_registration_of_an_agent_fills_no_slots(
     assert filled_slots(registered.alone, "own_poet") == {"problem"}
 
 
+def agents_by_source(
+    sources: Mapping[str, str],
+    read_agents: Callable[[Any], frozenset[str] | None],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, frozenset[str] | None]:
+    """Write each source to a module `agents_<name>`; return the agents of its orchestra `play`, by name."""
+    for name, source in sources.items():
+        (folder / f"agents_{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    return {name: read_agents(import_module(f"agents_{name}").play) for name in sources}
+
+
 def test_the_agents_of_chats_are_read_from_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,12 +121,8 @@ def test_the_agents_of_chats_are_read_from_the_source(
         + orchestra
         + "    pass_on(team)\n",
     }
-    for name, source in sources.items():
-        (tmp_path / f"{name}_chats.py").write_text(source)
     (tmp_path / "helpers.py").write_text("def ask(team): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    agents = {name: chat_agents(import_module(f"{name}_chats").play) for name in sources}
-    assert agents == {
+    assert agents_by_source(sources, chat_agents, tmp_path, monkeypatch) == {
         "asks": frozenset(),
         "chats": {"buyer"},
         "helps": {"buyer"},
@@ -136,11 +146,8 @@ def test_an_agent_that_the_orchestra_can_never_ask_is_refused(
         + head
         + "        await team.act('solver')\n",
     }
-    for name, source in sources.items():
-        (tmp_path / f"{name}_agents.py").write_text(source)
     (tmp_path / "wrappers.py").write_text("def wrap(play): return play\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    agents = {name: possible_agents(import_module(f"{name}_agents").play) for name in sources}
+    agents = agents_by_source(sources, possible_agents, tmp_path, monkeypatch)
     assert agents == {"writes": {"solver", "verifier"}, "names": None, "wrapped": None}
 
     team = {
@@ -148,14 +155,14 @@ def test_an_agent_that_the_orchestra_can_never_ask_is_refused(
         for name in ("solver", "verifier", "judge")
     }
     with pytest.raises(ValueError) as error:
-        OrchestraConfig(name="writes_agents:play").check_agents(team)
+        OrchestraConfig(name="agents_writes:play").check_agents(team)
     assert str(error.value) == (
-        "agent 'judge' is never asked by orchestra 'writes_agents:play', so it would not be trained; ask it, or leave "
+        "agent 'judge' is never asked by orchestra 'agents_writes:play', so it would not be trained; ask it, or leave "
         "it out of the team; agents that are asked: solver, verifier"
     )
-    OrchestraConfig(name="names_agents:play").check_agents(team)
+    OrchestraConfig(name="agents_names:play").check_agents(team)
     del team["judge"]
-    OrchestraConfig(name="writes_agents:play").check_agents(team)
+    OrchestraConfig(name="agents_writes:play").check_agents(team)
 
 
 def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
