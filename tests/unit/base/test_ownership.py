@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rollout.base import ownership
 from rollout.base.ownership import FolderError, epoch_of, is_owned, owned
 
 OWNER = """
@@ -132,6 +133,8 @@ CONTENDERS = 3
 
 def contend(folder: Path, start: Any, end: Any, winners: Any) -> None:
     """Try to own a folder in each race, and add 1 to the winners of each race won."""
+    # No process asks who owns the folder, so a loser gives up at once: it would wait 0.1 s in each race.
+    ownership._ASKING_S = 0.0
     for race in range(RACES):
         start.wait(60)
         with contextlib.suppress(FolderError), owned(folder / f"{race % 10}"):
