@@ -7,7 +7,7 @@ id of its process, so that tests see which server replied.
 - Prompt [13] ends the process if the model's folder has a file `die`, and removes the file.
 - A request to free memory does the same with a file `die_at_release`.
 - Prompt [14] is answered after a minute.
-- Requests whose tokens begin with 15 are answered after a request to /free.
+- Prompt [15], and requests to score tokens that begin with 15, are answered after a request to /free.
 
 Every token that a request scores has the log-probability -0.25.
 
@@ -116,7 +116,8 @@ def sample(body: dict[str, Any]) -> dict[str, Any]:
         die_if_ordered("die")
     if body["input_ids"] == [14]:
         time.sleep(60)
-    if body["input_ids"][:1] == [15]:
+    scores_tokens = "logprob_start_len" in body
+    if body["input_ids"] == [15] or (scores_tokens and body["input_ids"][0] == 15):
         FREE.wait(60)
     count = body["sampling_params"]["max_new_tokens"]
     token = os.getpid()
