@@ -268,12 +268,20 @@ def _apply(override: Override, config: DictConfig) -> None:
     A key that the composed files lack can be set too, because it may have a default in the code.
 
     Raises:
-        ConfigError: a key to delete is not in the config.
+        ConfigError: a key to delete is not in the config, or a key is below a list and is not an index.
+        OmegaConfBaseException: the key cannot be set for another reason.
     """
     key = override.key_or_group
     if not override.is_delete():
         value = override.value()
-        OmegaConf.update(config, key, value, merge=isinstance(value, dict), force_add=True)
+        try:
+            OmegaConf.update(config, key, value, merge=isinstance(value, dict), force_add=True)
+        except OmegaConfBaseException:  # some of these errors are also a TypeError or a ValueError
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{key}: there is a list in this path; write the index of its entry, such as 0, or replace the list"
+            ) from error
         return
     section_key, _, name = key.rpartition(".")
     section = OmegaConf.select(config, section_key) if section_key else config

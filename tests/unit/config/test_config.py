@@ -210,6 +210,14 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "sharing is {'solvr': 'a'}; expected shared, separate, or a policy for each of solver",
         ),
         ("policy_defaults=3", "policy_defaults is 3; expected keys of a policy"),
+        (
+            "data.validation=[{path: x.json}] | data.validation.limit=20",
+            "data.validation.limit: there is a list in this path; write the index of its entry",
+        ),
+        (
+            "data.validation=[{path: x.json}] | data.validation.math.limit=20",
+            "data.validation.math.limit: there is a list in this path; write the index of its entry",
+        ),
         ("+trainer.stesp=3", "trainer.stesp: unknown key; nearest: steps"),
         (
             "+trainer.logprob_tolerance=1e-3",
