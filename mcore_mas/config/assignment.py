@@ -37,9 +37,9 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     if not _are_mappings(sections["agents"]):
         return sections
 
-    policy_names = _policy_names(sharing, partly, list(sections["agents"]))
+    policy_of_agent = _assigned_policies(sharing, partly, list(sections["agents"]))
     agents = {
-        name: {**agent, "policy": agent.get("policy", policy_names[name])}
+        name: {**agent, "policy": agent.get("policy", policy_of_agent[name])}
         for name, agent in sections["agents"].items()
     }
     sections["agents"] = agents
@@ -50,7 +50,7 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     policies = sections.get("policies") or {}
     if defaults and isinstance(policies, dict):
         played = [agent["policy"] for agent in agents.values()]
-        assigned = [policy for policy in played if policy in policy_names.values()]
+        assigned = [policy for policy in played if policy in policy_of_agent.values()]
         sections["policies"] = {
             name: merged(defaults, policies.get(name) or {})
             for name in dict.fromkeys([*assigned, *policies])
@@ -62,7 +62,7 @@ def _are_mappings(agents: Any) -> bool:
     return isinstance(agents, dict) and all(isinstance(agent, dict) for agent in agents.values())
 
 
-def _policy_names(sharing: Any, partly: Any, agents: list[str]) -> Mapping[str, str]:
+def _assigned_policies(sharing: Any, partly: Any, agents: list[str]) -> Mapping[str, str]:
     """Return the policy that `sharing` assigns to each agent.
 
     Args:
@@ -73,19 +73,19 @@ def _policy_names(sharing: Any, partly: Any, agents: list[str]) -> Mapping[str, 
     Raises:
         ConfigError: `sharing` is another value, or a mapping lacks an agent or has a name that is no agent's.
     """
-    ways = {
+    mapping_by_sharing = {
         "shared": dict.fromkeys(agents, "shared"),
         "separate": {agent: agent for agent in agents},
         "partly": partly,
     }
-    names = ways.get(sharing) if isinstance(sharing, str) else sharing
-    if not isinstance(names, dict) or names.keys() != set(agents):
+    policy_of_agent = mapping_by_sharing.get(sharing) if isinstance(sharing, str) else sharing
+    if not isinstance(policy_of_agent, dict) or policy_of_agent.keys() != set(agents):
         if sharing == "partly" and partly is not None:
             raise ConfigError(
                 f"partly is {partly}; expected a policy for each of {', '.join(agents)}"
             )
-        expected = [way for way, policies in ways.items() if policies]
+        expected = [value for value, mapping in mapping_by_sharing.items() if mapping]
         raise ConfigError(
             f"sharing is {sharing}; expected {', '.join(expected)}, or a policy for each of {', '.join(agents)}"
         )
-    return names
+    return policy_of_agent
