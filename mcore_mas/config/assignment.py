@@ -18,8 +18,8 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     - A mapping: each agent gets its policy in this mapping.
 
     `policy_defaults` is merged into the policies that `sharing` assigns and an agent plays, and into those of the
-    section `policies`; a setting in that section takes precedence. The result lacks the three keys. Agents that are
-    not mappings stay as they are, for the validation to report.
+    section `policies`; a setting in that section takes precedence. The result lacks the three keys. Agents and policies
+    that are not mappings stay as they are, for the validation to report.
 
     Raises:
         ConfigError: the config has no team, or `sharing`, `partly` or `policy_defaults` has a wrong value.
@@ -51,10 +51,11 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     if defaults and isinstance(policies, dict):
         played = [agent["policy"] for agent in agents.values()]
         assigned = [policy for policy in played if policy in policy_of_agent.values()]
-        sections["policies"] = {
-            name: merged(defaults, policies.get(name) or {})
-            for name in dict.fromkeys([*assigned, *policies])
-        }
+        merged_policies = {}
+        for name in dict.fromkeys([*assigned, *policies]):
+            policy = policies.get(name) or {}
+            merged_policies[name] = merged(defaults, policy) if isinstance(policy, dict) else policy
+        sections["policies"] = merged_policies
     return sections
 
 

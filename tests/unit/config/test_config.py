@@ -211,6 +211,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         ("policy_defaults=3", "policy_defaults is 3; expected keys of a policy"),
         (
+            "policy_defaults={lr: 1.0e-6} | policies.solver=models/Qwen3-4B",
+            'policies.solver: Input should be an object (got "models/Qwen3-4B")',
+        ),
+        (
             "data.validation=[{path: x.json}] | data.validation.limit=20",
             "data.validation.limit: there is a list in this path; write the index of its entry",
         ),
