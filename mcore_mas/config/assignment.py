@@ -72,7 +72,8 @@ def _assigned_policies(sharing: Any, partly: Any, agents: list[str]) -> Mapping[
         agents: names of the agents.
 
     Raises:
-        ConfigError: `sharing` is another value, or a mapping lacks an agent or has a name that is no agent's.
+        ConfigError: `sharing` is another value; or a mapping lacks an agent, has a name that is no agent's, or assigns
+            something else than the name of a policy.
     """
     mapping_by_sharing = {
         "shared": dict.fromkeys(agents, "shared"),
@@ -80,13 +81,21 @@ def _assigned_policies(sharing: Any, partly: Any, agents: list[str]) -> Mapping[
         "partly": partly,
     }
     policy_of_agent = mapping_by_sharing.get(sharing) if isinstance(sharing, str) else sharing
-    if not isinstance(policy_of_agent, dict) or policy_of_agent.keys() != set(agents):
+    if not _is_assignment(policy_of_agent, agents):
         if sharing == "partly" and partly is not None:
             raise ConfigError(
-                f"partly is {partly}; expected a policy for each of {', '.join(agents)}"
+                f"partly is {partly}; expected the name of a policy for each of {', '.join(agents)}"
             )
         expected = [value for value, mapping in mapping_by_sharing.items() if mapping]
         raise ConfigError(
-            f"sharing is {sharing}; expected {', '.join(expected)}, or a policy for each of {', '.join(agents)}"
+            f"sharing is {sharing}; expected {', '.join(expected)}, or the name of a policy for each of "
+            f"{', '.join(agents)}"
         )
-    return policy_of_agent
+    return policy_of_agent  # type: ignore[return-value]  # see `_is_assignment`
+
+
+def _is_assignment(mapping: Any, agents: list[str]) -> bool:
+    """Return True if the value is a mapping from each agent to the name of a policy."""
+    if not isinstance(mapping, dict) or mapping.keys() != set(agents):
+        return False
+    return all(isinstance(policy, str) for policy in mapping.values())

@@ -199,15 +199,19 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ("policies.solver.lora.rnk=3", "policies.solver.lora.rnk: unknown key; nearest: rank"),
         (
             "sharing=seperate",
-            "sharing is seperate; expected shared, separate, or a policy for each of solver, verifie",
+            "sharing is seperate; expected shared, separate, or the name of a policy for each of solver, verifier",
         ),
         (
             "sharing=partly",
-            "sharing is partly; expected shared, separate, or a policy for each of solver, verifier",
+            "sharing is partly; expected shared, separate, or the name of a policy for each of solver, verifier",
         ),
         (
             "sharing={solvr: a}",
-            "sharing is {'solvr': 'a'}; expected shared, separate, or a policy for each of solver",
+            "sharing is {'solvr': 'a'}; expected shared, separate, or the name of a policy for each of solver",
+        ),
+        (
+            "policy_defaults={lr: 1.0e-6} | sharing={solver: [a], verifier: b}",
+            "sharing is {'solver': ['a'], 'verifier': 'b'}; expected shared, separate, or the name of a policy",
         ),
         ("policy_defaults=3", "policy_defaults is 3; expected keys of a policy"),
         (
@@ -810,7 +814,9 @@ def test_the_settings_of_a_grid_are_a_mapping(tmp_path: Path) -> None:
 
 
 def test_partly_names_a_policy_for_each_agent() -> None:
-    expected = r"partly is \{'solver': 'a'\}; expected a policy for each of solver, verifier"
+    expected = (
+        r"partly is \{'solver': 'a'\}; expected the name of a policy for each of solver, verif"
+    )
     with pytest.raises(ConfigError, match=expected):
         resolve(["sharing=partly", "partly={solver: a}"])
 
