@@ -131,7 +131,7 @@ def expand_experiment(
     expansion = _expand_mapping(common, file, folders, inclusion_chain)
     for value in _row_settings(content["grid"], str(name)):
         expansion = expansion.then(_expand_settings(value, str(name), settings, file))
-    return expansion.then(Expansion(settings={"run": name}))
+    return expansion.then(Expansion(settings={"run": str(name)}))
 
 
 def expand_recipe(name: object, folders: Sequence[Path]) -> Expansion:

@@ -147,6 +147,12 @@ def test_each_row_of_a_grid_is_an_experiment_and_later_settings_win(tmp_path: Pa
     }
 
 
+def test_a_row_whose_name_is_a_number_names_its_run(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "t.yaml").write_text(GRID.replace("t_three", '"123"'))
+    assert resolve(["experiment=123"], tmp_path)["run"] == "123"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
