@@ -64,10 +64,10 @@ REGISTRIES = {
     "tools": NameSource("rollout.environments", "TOOLS", "tool"),
     "providers": NameSource("rollout.engines.remote.registry", "PROVIDERS"),
     "experiments": NameSource(
-        "mcore_mas.config.experiments", "names_in", config_group="experiment"
+        "mcore_mas.config.experiments", "available_names", config_group="experiment"
     ),
-    "teams": NameSource("mcore_mas.config.experiments", "names_in", config_group="team"),
-    "recipes": NameSource("mcore_mas.config.experiments", "names_in", config_group="recipe"),
+    "teams": NameSource("mcore_mas.config.experiments", "available_names", config_group="team"),
+    "recipes": NameSource("mcore_mas.config.experiments", "available_names", config_group="recipe"),
 }
 
 

@@ -58,7 +58,7 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
     return files
 
 
-def names_in(group: str) -> list[str]:
+def available_names(group: str) -> list[str]:
     """Return the sorted names of the experiments, the recipes or the configs of a group.
 
     These are the shipped ones, and those in `configs` of the working directory.
@@ -100,10 +100,10 @@ def find_config(group: str, name: object, folders: Sequence[Path]) -> Path:
 def expand_experiment(
     name: object, folders: Sequence[Path], included_by: Sequence[object] = ()
 ) -> Expansion:
-    """Expand an experiment: its `defaults` list, then its settings, then those of its row in a grid.
+    """Expand an experiment: its `defaults` list, then its file's sections, then its row's settings if there is a grid.
 
     The `defaults` list includes other experiments and chooses the configs of groups. If `_self_` is in the list, the
-    settings are applied there. The name of a row of a grid is also the name of its run.
+    sections are applied there. The name of a row of a grid is also the name of its run.
 
     Args:
         name: name of the experiment.
@@ -127,10 +127,10 @@ def expand_experiment(
         return _expand_mapping(content, file, folders, inclusion_chain)
 
     common = {key: value for key, value in content.items() if key not in ("grid", "settings")}
-    settings = _settings_by_name(content, file)
+    named_settings = _settings_by_name(content, file)
     expansion = _expand_mapping(common, file, folders, inclusion_chain)
     for value in _row_settings(content["grid"], str(name)):
-        expansion = expansion.then(_expand_settings(value, str(name), settings, file))
+        expansion = expansion.then(_expand_settings(value, str(name), named_settings, file))
     return expansion.then(Expansion(settings={"run": str(name)}))
 
 
@@ -303,9 +303,9 @@ def _settings_by_name(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
 def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:
     """Return the settings of a row of a grid, in the order in which they are merged.
 
-    For each pattern of the grid that yields the row's name, these are first the words that the name has from the
-    pattern's braces, each a key of the file's `settings`. Then comes the pattern's value: a key of `settings`, a
-    mapping, a list of both, or None.
+    Each pattern of the grid that yields the row's name adds the words in its braces, which are keys of the file's
+    `settings`, and then its value: a key of `settings`, a mapping, a list of both, or None. The pattern `t1_{4b,8b}`
+    gives the row `t1_4b` the settings `4b` and its value.
     """
     row_settings: list[Any] = []
     for pattern, value in grid.items():
@@ -370,10 +370,10 @@ def _expand_mapping(
     folders: Sequence[Path] = (),
     inclusion_chain: Sequence[object] = (),
 ) -> Expansion:
-    """Expand settings with their `defaults` list, whose entries are applied in their order.
+    """Expand settings and their `defaults` list, in the order of the list.
 
-    The name of an experiment includes this experiment, and `override /GROUP: NAME` chooses the config of a group. As
-    in Hydra, `_self_` stands for the settings, which come last if the list has no `_self_`.
+    An entry that is a name includes the experiment of this name, and an entry `override /GROUP: NAME` chooses the
+    config of a group. As in Hydra, `_self_` stands for the settings, which come last if the list has no `_self_`.
 
     Args:
         content: settings, and maybe a `defaults` list.
@@ -402,28 +402,28 @@ def _expand_mapping(
         elif isinstance(entry, str) and inclusion_chain:
             expansion = expansion.then(expand_experiment(entry, folders, inclusion_chain))
         else:
-            expansion = expansion.then(Expansion(choices=_override(entry, file)))
+            expansion = expansion.then(Expansion(choices=_chosen_configs(entry, file)))
     return expansion
 
 
-def _override(entry: Any, file: Path) -> dict[str, Any]:
+def _chosen_configs(entry: Any, file: Path) -> dict[str, Any]:
     """Return the chosen config of each group that an entry of a defaults list names as `override /GROUP: NAME`.
 
     Raises:
         ConfigError: the entry has another form, or there is no such group.
     """
     if not isinstance(entry, dict):
-        raise _unknown_default(entry, file)
+        raise _defaults_error(entry, file)
     choices = {}
     for key, name in entry.items():
         group = str(key).removeprefix("override /")
         if group not in GROUPS or not str(key).startswith("override /"):
-            raise _unknown_default(key, file)
+            raise _defaults_error(key, file)
         choices[group] = name
     return choices
 
 
-def _unknown_default(key: Any, file: Path) -> ConfigError:
+def _defaults_error(key: Any, file: Path) -> ConfigError:
     return ConfigError(
         f"{file}: '{key}' in defaults; expected `override /GROUP: NAME` with one of the groups "
         f"{', '.join(GROUPS)}, or, at the top level of an experiment's file, the name of another experiment"
