@@ -83,9 +83,9 @@ class LossConfig(Choice):
     def _check_old_policy(self) -> Self:
         if self.old_policy == "sampled" and self.correction.name == "none":
             raise ValueError(
-                "old_policy 'sampled' needs a correction that is set here, such as correction.name tis; with the "
-                "correction 'none', the loss takes the engine's log-probabilities for those of the old policy, so "
-                "old_policy has no effect"
+                "old_policy 'sampled' needs a correction that the config sets, such as correction.name: tis (the "
+                "default correction of runs in bfloat16 does not count); without one, the loss uses the engine's "
+                "log-probabilities as those of the old policy, and old_policy has no effect"
             )
         return self
 
