@@ -28,7 +28,7 @@ def address_problem(address: str) -> str:
 class NodesConfig(Section):
     """The nodes of a policy's processes, chosen by their Ray label `pool`; None: any node.
 
-    A node gets the label by `ray start --labels pool=NAME`. It has nothing to do with the setting `cluster.pool`.
+    A node gets the label by `ray start --labels pool=NAME`. The label is unrelated to the setting `cluster.pool`.
     """
 
     # Label of the nodes of the trainer and the critic.
@@ -67,7 +67,7 @@ class ClusterConfig(Section):
     gpus: str | None = None
 
     @model_validator(mode="after")
-    def _check_address(self) -> Self:
+    def _check_ray_settings(self) -> Self:
         """Check the address; refuse `cpus` for a running Ray, and `nodes` without one or with a shared pool."""
         problem = address_problem(self.address)
         if problem:
@@ -85,7 +85,8 @@ class ClusterConfig(Section):
     def check_engine(self, policy: str, engine: EngineConfig) -> None:
         """Refuse an engine that the placement of a run rules out.
 
-        `cluster.device: cpu` hides the GPUs from every engine, and the embedded engine runs on the node of the command.
+        `cluster.device: cpu` hides the GPUs from every engine. The embedded engine runs on the driver's node, where
+        the command was started.
         For SGLang's servers that the run starts, the transport `tensor` needs trainer and engine on the same GPU, and
         `distributed` needs them on different ones, because NCCL accepts no GPU twice. Several actors of an embedded
         engine need a device each, and read weights from a folder.
@@ -101,8 +102,8 @@ class ClusterConfig(Section):
         nodes = self.nodes.get(policy)
         if engine.name == "embedded" and nodes is not None and nodes.rollout is not None:
             raise ValueError(
-                f"cluster.nodes.{policy}.rollout: the embedded engine runs on the node of the command; leave it out, "
-                "or use engine: sglang"
+                f"cluster.nodes.{policy}.rollout: the embedded engine runs on the node where the command was "
+                "started; leave it out, or use engine: sglang"
             )
         has_own_servers = engine.name == "sglang" and not engine.urls
         if has_own_servers and engine.transport == "tensor" and self.pool == "split":

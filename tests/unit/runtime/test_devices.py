@@ -236,7 +236,7 @@ def test_an_invalid_cluster_address_is_refused(address: str, problem: str) -> No
         ),
         (
             ["+cluster.nodes.solver={train: a, rollout: b}", "+cluster.address=auto"],
-            "cluster.nodes.solver.rollout: the embedded engine runs on the node of the command",
+            "cluster.nodes.solver.rollout: the embedded engine runs on the node where the command was started",
         ),
     ],
 )
