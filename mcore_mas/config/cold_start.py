@@ -8,7 +8,7 @@ from rollout.base.section import Section
 
 
 class BaseModelConfig(Section):
-    """A small, randomly initialized Qwen2 and its tokenizer."""
+    """Sizes of a small, randomly initialized model and of its tokenizer; the model of a cold start is a Qwen2."""
 
     layers: int = Field(ge=1)
     hidden: int = Field(ge=8)
@@ -34,7 +34,7 @@ class BaseModelConfig(Section):
 
     @property
     def transformers_settings(self) -> dict[str, Any]:
-        """The settings of the model's config.json; its `vocab_size` is lower if the tokenizer has fewer tokens."""
+        """Sizes of the model by their names in transformers; `init_model` sets `vocab_size` to the tokenizer's size."""
         return {
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
@@ -69,7 +69,7 @@ class ColdStartConfig(Section):
     first_check: int = Field(0, ge=0)
     # Validation tasks of a measurement.
     check_tasks: int = Field(64, ge=1)
-    # Least share of well-formed turns in a measurement after which the cold start ends.
+    # The cold start ends once a measurement reaches this share of well-formed turns and stop_accuracy.
     stop_legal: float = Field(0.9, ge=0, le=1)
-    # Least share of successful trajectories in this measurement; both shares must be reached.
+    # Share of successful trajectories that the same measurement must reach.
     stop_accuracy: float = Field(0.3, ge=0, le=1)

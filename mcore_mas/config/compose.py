@@ -208,7 +208,10 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int
 
 
 def _files_hash(folders: Sequence[Path]) -> int:
-    """Return a hash that changes with the names and the modification times of config.yaml and the groups' files.
+    """Return a hash of the names and the modification times of the files that Hydra may compose.
+
+    These are the files of the groups, and those directly in a folder: config.yaml, and files that its `defaults` may
+    include.
 
     Raises:
         ConfigError: one of these files is not a regular file, or is too large.
@@ -294,15 +297,19 @@ def _apply(override: Override, config: DictConfig) -> None:
 def _merge_sections(values: dict[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the composed sections with `sections` merged into them key by key.
 
-    Where a section changes the `name` of a choice, such as that of the reward, the composed `options` are dropped
-    first, because they are options of the old choice.
+    If a section has another `name` than the composed one, such as another reward, the composed `options` are dropped
+    first, because they are options of the old name.
     """
     composed = dict(values)
     for key, section in sections.items():
-        before = composed.get(key)
-        if not isinstance(before, dict) or not isinstance(section, Mapping):
+        composed_section = composed.get(key)
+        if not isinstance(composed_section, dict) or not isinstance(section, Mapping):
             continue
-        name_before = before.get("name")
-        if section.get("name", name_before) != name_before:
-            composed[key] = {name: value for name, value in before.items() if name != "options"}
+        composed_name = composed_section.get("name")
+        if section.get("name", composed_name) != composed_name:
+            composed[key] = {
+                setting: value
+                for setting, value in composed_section.items()
+                if setting != "options"
+            }
     return merged(composed, sections)

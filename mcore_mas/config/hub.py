@@ -48,7 +48,7 @@ def _with_model_folder(policy: Any) -> Any:
 
 
 def _with_dataset_folders(source: Any) -> Any:
-    """Return the value of a split in which the ids of downloaded data sets are replaced by their folders.
+    """Replace the ids of downloaded data sets by their folders in the value of a split.
 
     In other paths only `~/` is expanded. A number of tasks is returned as it is.
     """

@@ -88,11 +88,11 @@ class LoraConfig(Section):
 
 
 class CriticConfig(RateConfig):
-    """A critic: a value head on a copy of the model that the policy starts from."""
+    """A critic: a value head on the policy's `model`, of which it trains a copy or, with `lora`, its own adapters."""
 
     # Clip range of PPO's value loss in units of the reward, around the values at the start of the training step.
     clip: float = Field(0.2, gt=0)
-    # First training steps of the run, in which the critic is trained and its policy is not yet.
+    # Number of training steps at the start of the run in which only the critic is trained, not its policy.
     head_start: int = Field(0, ge=0)
 
 
@@ -193,7 +193,7 @@ class PolicyConfig(RateConfig):
     dp: int = Field(1, ge=1)
     # Ranks of expert parallelism, out of the data- and context-parallel ones.
     ep: int = Field(1, ge=1)
-    # Sequence parallelism: split along the sequence the activations that tensor parallelism repeats.
+    # Sequence parallelism: the activations that tensor parallelism replicates are split along the sequence.
     sp: bool = False
 
     # Shard the optimizer state over the data-parallel ranks.
