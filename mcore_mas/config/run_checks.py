@@ -227,8 +227,9 @@ def _check_lengths(config: RunSections) -> None:
     """
     overlong = config.reward.penalties.get("overlong", {})
     buffer = overlong.get("buffer", 0)
+    limits = overlong.get("max_tokens") or {}
     for name, agent in config.agents.items():
-        limit = overlong.get("max_tokens", {}).get(name, agent.max_tokens)
+        limit = limits.get(name, agent.max_tokens)
         if buffer > limit:
             raise ValueError(
                 f"reward.penalties.overlong.buffer {buffer} is more than max_tokens {limit} of agent '{name}'; "

@@ -60,6 +60,6 @@ def build_allocator(
         penalty = lookup("penalty", name, PENALTIES)
         arguments = dict(options)
         if "max_tokens" in inspect.signature(penalty).parameters:
-            arguments["max_tokens"] = {**max_tokens, **options.get("max_tokens", {})}
+            arguments["max_tokens"] = {**max_tokens, **(options.get("max_tokens") or {})}
         penalties.append(partial(penalty, **arguments))
     return partial(apply_penalties, allocate=config.call, penalties=penalties)

@@ -462,6 +462,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "updates_per_step 17 is more than tasks_per_step 16, and no task is split; lower",
         ),
         (
+            "reward.penalties={overlong: {buffer: 41, max_tokens: null}}",
+            "penalties.overlong.buffer 41 is more than max_tokens 40 of agent",
+        ),
+        (
             "reward.penalties={overlong: {buffer: 41}}",
             "penalties.overlong.buffer 41 is more than max_tokens 40 of agent",
         ),

@@ -111,9 +111,10 @@ def test_an_allocator_that_forgets_a_turn_is_caught():
         apply_penalties(group(trajectory(turn(0, reward=float("nan")))), [])
 
 
-def test_a_run_allocates_and_penalises_with_its_agents_limits():
+@pytest.mark.parametrize("overlong_options", [{"buffer": 4}, {"buffer": 4, "max_tokens": None}])
+def test_a_run_allocates_and_penalises_with_its_agents_limits(overlong_options):
     config = RewardConfig(
-        name="shared_outcome", penalties={"invalid": {"coef": 0.25}, "overlong": {"buffer": 4}}
+        name="shared_outcome", penalties={"invalid": {"coef": 0.25}, "overlong": overlong_options}
     )
     played = group(
         trajectory(
