@@ -89,10 +89,11 @@ class ClusterConfig(Section):
         the command was started.
         For SGLang's servers that the run starts, the transport `tensor` needs trainer and engine on the same GPU, and
         `distributed` needs them on different ones, because NCCL accepts no GPU twice. Several actors of an embedded
-        engine need a device each, and read weights from a folder.
+        engine need a device each, and read weights from a folder. On a CPU, `engine.deterministic` needs a single
+        thread.
 
         Raises:
-            ValueError: the engine does not go with the run's devices, nodes or pool.
+            ValueError: the engine does not go with the run's devices, nodes, pool or threads.
         """
         if engine.device == "cuda" and self.device == "cpu":
             raise ValueError(
@@ -126,6 +127,21 @@ class ClusterConfig(Section):
                 "each of which needs its own device and reads weights from a folder; use cluster.pool: split and no "
                 "engine.transport, or engine.replicas: 1"
             )
+        threads = self.threads_per_process or 1
+        if threads > 1 and engine.deterministic and self._may_run_on_cpu(engine):
+            raise ValueError(
+                f"cluster.threads_per_process: {threads}, but on a CPU, engine.deterministic needs 1 thread for equal "
+                f"bits, and the engine of policy '{policy}' may run on one; set threads_per_process to 1 or leave it "
+                "out, or set engine.device: cuda"
+            )
+
+    def _may_run_on_cpu(self, engine: EngineConfig) -> bool:
+        """Return True if it is an embedded engine that some machine would run on a CPU."""
+        if engine.name != "embedded" or engine.device == "cuda":
+            return False
+        # Without a GPU, a local run with `device: cuda` is refused at its start.
+        has_gpus = self.device == "cuda" and self.address == "local"
+        return engine.device == "cpu" or not has_gpus
 
     def check_policies(self, groups: Mapping[str, Sequence[str]], resident: Sequence[str]) -> None:
         """Refuse settings of the cluster that do not go with the policies.

@@ -378,20 +378,12 @@ def _check_schedules(config: RunSections) -> None:
 def _check_engines(config: RunSections) -> None:
     """Check the section `cluster` against the policies, and the engine of each policy (see `_check_policy_engine`).
 
-    Also refuse several threads per process if the embedded engine may run on a CPU with `engine.deterministic`, and
-    `engine.router_replay` if all policies are remote models.
+    Also refuse `engine.router_replay` if all policies are remote models.
     """
     groups = {name: policies_on_base(config.policies, name) for name in config.policies}
     resident = [name for name in config.trained if not config.policies[name].offload]
     config.cluster.check_policies(groups, resident)
 
-    threads = config.cluster.threads_per_process or 1
-    may_use_cpu = config.engine.name == "embedded" and config.engine.device != "cuda"
-    if threads > 1 and config.engine.deterministic and may_use_cpu:
-        raise ValueError(
-            f"cluster.threads_per_process: {threads}, but on a CPU, engine.deterministic needs 1 thread for equal "
-            "bits; set threads_per_process to 1, or leave it out"
-        )
     if config.engine.router_replay and not config.models:
         raise ValueError(
             "engine.router_replay: remote models do not report their experts; leave it out"

@@ -266,11 +266,6 @@ def test_processes_that_run_at_the_same_time_share_the_cores(
     assert find_devices(config(), [node]).threads_per_process(config()) == 1
     # With several threads, the bits of a matrix product depend on the other rows of its batch.
     assert threads("+engine.deterministic=true") == 1
-    with pytest.raises(
-        ConfigError,
-        match=r"cluster.threads_per_process: 2, but on a CPU, engine.deterministic needs 1 thread",
-    ):
-        config("+engine.deterministic=true", "cluster.threads_per_process=2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -282,6 +277,35 @@ def test_processes_that_run_at_the_same_time_share_the_cores(
         assert threads(*one_rank) == max(1, cores // 2)
     monkeypatch.setattr(machine, "_CPU_QUOTA", tmp_path / "nowhere")
     assert threads(*one_rank) == 8 // 2  # 8 threads at most, although there are 40 cores
+
+
+SGLANG = ("engine=sglang", "engine.python=p")
+VERIFIER_ON_CPU = "+policies.verifier.overrides.engine={name: embedded, device: cpu}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("+engine.device=cpu", "cluster.device=cuda"),
+        ("cluster.device=cuda", "+cluster.address=auto"),
+        (*SGLANG, VERIFIER_ON_CPU),
+    ],
+)
+def test_a_deterministic_engine_that_may_be_on_a_cpu_has_one_thread(
+    settings: tuple[str, ...],
+) -> None:
+    line = r"cluster.threads_per_process: 2, but on a CPU, engine.deterministic needs 1 thread"
+    with pytest.raises(ConfigError, match=line):
+        config(*settings, "+engine.deterministic=true", "cluster.threads_per_process=2")
+
+
+@pytest.mark.parametrize("settings", [("cluster.device=cuda",), ("+engine.device=cuda",), SGLANG])
+def test_a_deterministic_engine_on_a_gpu_may_have_several_threads(
+    settings: tuple[str, ...],
+) -> None:
+    run = config(*settings, "+engine.deterministic=true", "cluster.threads_per_process=2")
+    assert run.cluster.threads_per_process == 2
 
 
 def test_groups_with_a_label_need_nodes_that_have_it() -> None:
