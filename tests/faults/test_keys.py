@@ -120,6 +120,7 @@ def test_the_keys_of_a_training_are_shown_nowhere(
         "http://me:tiger-1234@store:5000",
         "https://tiger-1234@store",
         "postgresql://me:tiger-1234@store/runs",
+        "postgresql://me:ro/tiger-1234@store/runs",
         "postgresql:///runs?user=me&password=tiger-1234",
         "https://store/?token=tiger-1234",
         "mssql+pyodbc:///?odbc_connect=SERVER%3Dstore%3BPWD%3Dtiger-1234",
@@ -142,6 +143,7 @@ def test_a_tracking_uri_without_a_password_is_accepted() -> None:
     for uri in (
         "postgresql://me@store/runs?sslkey=/home/me/key",
         "sqlite:///a/b.db",
+        "sqlite:///a/b:c@d.db",
         "http://store:5000",
         "databricks",
     ):
