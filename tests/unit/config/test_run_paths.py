@@ -45,6 +45,7 @@ def test_in_the_directory_of_the_project_nothing_changes(
 
 
 def test_elsewhere_the_paths_of_the_project_are_absolute(project: Path) -> None:
+    Path("models/tiny").mkdir(parents=True)  # the working directory has a model of this name too
     values = values_at(project / "results" / "mine")
     assert values["results"] == str(project / "results")
     assert values["run"] == "mine"
