@@ -353,7 +353,7 @@ def _check_advantage(config: RunSections, name: str) -> None:
 def _check_schedules(config: RunSections) -> None:
     """Check that `trainer.alternate` lists every trained policy once, and that schedules outlast their warm-ups.
 
-    The schedules are those of trained policies and of their critics, unless they are constant.
+    Constant schedules, and those of frozen policies, are not checked.
     """
     alternate = config.trainer.alternate
     trained = config.trained
@@ -364,14 +364,17 @@ def _check_schedules(config: RunSections) -> None:
         )
     for name in trained:
         policy = config.policies[name]
-        for key, optimizer in ((name, policy), (f"{name}.critic", policy.critic)):
-            if optimizer is None or optimizer.schedule == "constant":
+        unit = "training step" if for_policy(config, name).trainer.minibatch else "update"
+        for key, rate in ((name, policy), (f"{name}.critic", policy.critic)):
+            if rate is None or rate.schedule == "constant":
                 continue
-            last_update = optimizer.decay_steps or schedule_length(config, name)
-            if last_update <= optimizer.warmup_steps:
+            length = schedule_length(config, name, of_critic=rate is policy.critic)
+            end = rate.decay_steps or length
+            if end <= rate.warmup_steps:
+                raised = "decay_steps" if rate.decay_steps else "trainer.steps"
                 raise ValueError(
-                    f"policies.{key}: schedule '{optimizer.schedule}' ends with update {last_update}, but "
-                    f"warmup_steps is {optimizer.warmup_steps}; lower it, or raise decay_steps"
+                    f"policies.{key}: schedule '{rate.schedule}' ends with {unit} {end}, but warmup_steps is "
+                    f"{rate.warmup_steps}; lower warmup_steps, or raise {raised}"
                 )
 
 

@@ -308,18 +308,22 @@ def engine_holder(config: RunSections, policy: str) -> str:
     return config.holder(policy) if takes_several_adapters else policy
 
 
-def schedule_length(config: RunSections, policy: str) -> int:
-    """Return the length of the learning rate schedule of a policy, or of its critic, that has no `decay_steps`.
+def schedule_length(config: RunSections, policy: str, *, of_critic: bool = False) -> int:
+    """Return the default of `decay_steps` of a policy or its critic: the length of its learning rate schedule.
 
-    The length is the number of the policy's updates in the whole run, 0 for a frozen policy. The steps of a critic's
-    head start count, although only the critic is updated in them. With `trainer.minibatch` the number of updates is
-    not known beforehand, so the length is the number of steps that train the policy.
+    The length is the number of updates in the whole run, 0 for a frozen policy. A policy is not updated in the head
+    start of its critic. With `trainer.minibatch` the number of updates is not known beforehand, so the length is the
+    number of steps in the policy's turns, including those of the head start.
     """
     trainer = for_policy(config, policy).trainer
+    critic = config.policies[policy].critic
+    first_step = 0
+    if critic is not None and not of_critic and not trainer.minibatch:
+        first_step = critic.head_start
     if trainer.alternate is not None:
-        steps = sum(policy in config.in_turn(step) for step in range(trainer.steps))
+        steps = sum(policy in config.in_turn(step) for step in range(first_step, trainer.steps))
     else:
-        steps = trainer.steps if policy in config.trained else 0
+        steps = max(0, trainer.steps - first_step) if policy in config.trained else 0
     if trainer.minibatch:
         return steps
     return trainer.passes * trainer.updates_per_step * steps

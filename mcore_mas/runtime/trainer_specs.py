@@ -69,7 +69,8 @@ def _make_spec(name: str, config: RunConfig, rate: RateConfig, **overrides: Any)
     settings["recompute"] = policy.recomputation
     settings["deterministic"] = config.engine.deterministic
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
-    settings["decay_steps"] = rate.decay_steps or schedule_length(config, name)
+    of_critic = rate is not policy
+    settings["decay_steps"] = rate.decay_steps or schedule_length(config, name, of_critic=of_critic)
     if engine.transport == "distributed":  # NCCL needs the same setting in all ranks of a group
         settings["cumem"] = nccl_cumem(engine.options, engine.environment)
     settings |= overrides

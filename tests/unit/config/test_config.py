@@ -338,7 +338,8 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "+policies.solver={schedule: linear, decay_steps: 10}",
-            "policies.solver: schedule 'linear' ends with update 10, but warmup_steps is 10; lower it, or raise decay",
+            "policies.solver: schedule 'linear' ends with update 10, but warmup_steps is 10; lower warmup_steps, or "
+            "raise decay_steps",
         ),
         (
             "+trainer.alternate={order: [solver, solver]}",

@@ -17,7 +17,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.packing import pack as packing
 from mcore_mas.packing.pack import pack
 from mcore_mas.runtime.errors import TrainingError
-from mcore_mas.runtime.trainer_specs import policy_spec
+from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer, schedule_positions
 from rollout.records.trajectory import VersionSpan
 from tests.support.simulated import SimulatedGang
@@ -180,9 +180,23 @@ class TestSchedule:
         assert positions is not None
         assert [positions[step] for step in (2, 3, 6)] == [0, 1, 2]
 
-        message = "policies.solver: schedule 'linear' ends with update 3, but warmup_steps is"
+        message = (
+            "policies.solver: schedule 'linear' ends with training step 3, but warmup_steps is 3; "
+            "lower warmup_steps, or raise trainer.steps"
+        )
         with pytest.raises(ConfigError, match=message):
             make_config(*settings, linear, "policies.solver.warmup_steps=3")
+
+    def test_the_schedule_of_a_policy_leaves_out_the_head_start_of_its_critic(self) -> None:
+        config = make_config(*CRITIC, "trainer.steps=7", "+trainer.updates_per_step=3")
+        assert policy_spec("solver", config).decay_steps == 5 * 3
+        assert critic_spec("solver", config).decay_steps == 7 * 3
+
+        alternate = "+trainer.alternate={order: [solver, verifier]}"
+        in_turn = make_config(*CRITIC, "trainer.steps=7", alternate)
+        # the solver is trained in the steps 2, 4 and 6, and its critic also in step 0
+        assert policy_spec("solver", in_turn).decay_steps == 3
+        assert critic_spec("solver", in_turn).decay_steps == 4
 
     @pytest.mark.parametrize(
         ("overrides", "positions"), [(("+trainer.minibatch=3",), [4] * 3), ((), [None])]
