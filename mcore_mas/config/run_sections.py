@@ -265,7 +265,8 @@ def for_policy(config: _Run, policy: str) -> _Run:
     """Return the run's config with a policy's overrides merged into the sections engine, loss and trainer.
 
     Raises:
-        ValueError: the settings do not validate, or a micro-batch cannot hold one sequence of the engine.
+        ValueError: the settings do not validate, or a micro-batch of a trained policy cannot hold one sequence of its
+            engine.
     """
     overrides = config.policies[policy].overrides
     sections: dict[str, Section] = {
@@ -281,14 +282,14 @@ def for_policy(config: _Run, policy: str) -> _Run:
             json = to_json(values, inf_nan_mode="constants")
             sections[name] = type(section).model_validate_json(json, strict=True)
         except ValidationError as error:
-            prefix = f"policies.{policy}.overrides.{name}"
-            line = error_line(error, type(section), values, prefix=prefix)
+            key = f"policies.{policy}.overrides.{name}"
+            line = error_line(error, type(section), values, prefix=key)
             raise ValueError(line) from None
 
     policy_config = config.model_copy(update=sections)
     tokens = policy_config.trainer.microbatch_tokens
     length = policy_config.engine.max_length
-    if tokens < length:
+    if tokens < length and policy in config.trained:
         prefix = f"policies.{policy}.overrides: " if overrides.engine or overrides.trainer else ""
         raise ValueError(
             f"{prefix}trainer.microbatch_tokens {tokens} has no room for one sequence of engine.max_length {length}; "

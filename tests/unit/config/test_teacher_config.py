@@ -6,6 +6,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run_sections import for_policy
 
 FROZEN = "+policies.teacher={model: big}"
 TEACHER = "+policies.solver.teacher={policy: teacher}"
@@ -22,6 +23,12 @@ def test_a_teacher_needs_no_agent_and_is_not_trained() -> None:
     assert config.models["teacher"] == "big"
     assert config.teachers["solver"].policy == "teacher"
     assert config.teachers["solver"].coef == 1
+
+
+def test_the_engine_of_a_frozen_teacher_may_take_more_tokens_than_a_micro_batch() -> None:
+    config = compose(FROZEN, TEACHER, "+policies.teacher.overrides.engine.max_length=4608")
+    assert config.trainer.microbatch_tokens == 4096
+    assert for_policy(config, "teacher").engine.max_length == 4608
 
 
 def test_a_policy_of_the_run_may_teach_another() -> None:
