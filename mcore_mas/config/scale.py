@@ -20,10 +20,11 @@ _TASKS_PER_FILE = 4  # maximum number of tasks that a split takes from a data fi
 def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     """Return the sections of a composed config at a scale, "paper" or "tiny".
 
-    At `tiny`, files of `data/` and folders of `models/` are read below the results folder, where the pipeline makes
-    them. Generated tables take the place of DSBench's tasks. A retriever on other servers, or over a published index,
-    is replaced by one that the run starts. A coach is left out; the reward, which may use its scores, is then the
-    outcome of the trajectory. `drawn_reward` is added to every turn's reward, so that there is something to learn.
+    At `tiny`, every relative path of a data file or a model is read below the results folder, where the pipeline makes
+    those of `data/` and `models/`. Absolute paths, also those of downloaded models, stay. Generated tables take the
+    place of DSBench's tasks. A retriever on other servers, or over a published index, is replaced by one that the run
+    starts. A coach is left out; the reward, which may use its scores, is then the outcome of the trajectory.
+    `drawn_reward` is added to every turn's reward, so that there is something to learn.
 
     Raises:
         ConfigError: a policy is a remote model.
@@ -87,6 +88,14 @@ def _limited(value: Any, limits: Mapping[str, int]) -> Any:
 
 
 def _scaled_policy(name: str, policy: Mapping[str, Any], results: Path) -> dict[str, Any]:
+    """Return a policy with its model below the results folder, and its critic at a constant learning rate.
+
+    Args:
+        policy: the policy with the settings of the scale, which make its own learning rate constant.
+
+    Raises:
+        ConfigError: the policy is a remote model.
+    """
     if policy.get("remote"):
         raise ConfigError(
             f"policies.{name}: a remote model has no tiny scale; give the policy a model folder in place of remote"
@@ -103,7 +112,6 @@ def _scaled_reward(reward: Mapping[str, Any], *, has_coach: bool) -> dict[str, A
     penalties = {**reward.get("penalties", {}), _DRAWN_REWARD_PATH: {}}
     scaled = {**reward, "penalties": penalties}
     if has_coach:
-        # The reward may use scores of the coach, which a tiny run leaves out.
         scaled["name"] = "shared_outcome"
         scaled["options"] = {}
     return scaled
