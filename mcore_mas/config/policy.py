@@ -336,7 +336,8 @@ def check_shared_bases(policies: Mapping[str, PolicyConfig], trained: Collection
         group = policies_on_base(policies, name)
         if len(group) == 1:
             raise ValueError(
-                f"{key}: no other policy with it has model {policy.model}; leave it out, or check model"
+                f"{key}: no other policy with share_base has model {policy.model}; leave share_base out, or correct "
+                "the model"
             )
         first = policies[group[0]]
         for setting in _SHARED_BASE_SETTINGS:

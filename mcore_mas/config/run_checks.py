@@ -92,7 +92,8 @@ def _check_policies_defined(
             continue
         hint = nearest_hint(policy, policies)
         if not hint:
-            # The agent may be misspelt: an override of `agents.solvr` adds this agent, with policy `solvr`.
+            # The agent may be misspelt: with `sharing: separate`, an override of `agents.solvr` adds this agent, with
+            # policy `solvr`.
             others = [other for other in policy_of_agent if policy_of_agent[other] in policies]
             hint = nearest_hint(agent, others, label="nearest agents")
         raise ValueError(
@@ -179,9 +180,9 @@ def _check_team(config: RunSections) -> None:
 def _check_sessions(config: RunSections) -> None:
     """Check that OpenEnv's servers have enough sessions, if a run with `trainer.branching` plays in env `openenv`.
 
-    A branch needs a session, and a tree keeps its sessions until all of its branches have one. If every tree that
-    grows at the same time lacks one session for its last branch, a single further session lets the trees finish, one
-    after the other.
+    A round of a tree needs `width` sessions at once, and the tree gives none back before the round ends. In the worst
+    case, each of the trees that grow at the same time holds width - 1 sessions and waits for its last one. A single
+    further session then lets a tree end its round, and its free sessions serve the next tree.
     """
     branching = config.trainer.branching
     if config.env.name != "openenv" or branching is None:
@@ -288,7 +289,10 @@ def _conflict_with_replays(config: RunSections) -> str:
             "outcome of its replay"
         )
     if config.filter is not None:
-        return "a filter, which compares trajectories"
+        return (
+            "a filter, because filters choose turns by their rewards, and c3 compares turns with their alternatives; "
+            "leave filter out"
+        )
     return ""
 
 
@@ -327,8 +331,8 @@ def _check_advantage(config: RunSections, name: str) -> None:
     advantage = config.advantage_of(name)
     label = f"agent '{name}': advantage '{advantage.name}'"
     required = REQUIRED_COLUMN.get(advantage.name)
-    is_trained = agent.policy in config.trained
-    if required == "values" and is_trained and config.policies[agent.policy].critic is None:
+    policy_is_trained = agent.policy in config.trained
+    if required == "values" and policy_is_trained and config.policies[agent.policy].critic is None:
         raise ValueError(
             f"{label} needs policies.{agent.policy}.critic; define it, or choose another advantage"
         )
@@ -398,8 +402,9 @@ def _check_engines(config: RunSections) -> None:
 def _check_policy_engine(config: RunSections, name: str) -> None:
     """Check that a policy's engine goes with the cluster, and can take the policy's adapter.
 
-    If the policy shares its base model, its engine must also take the adapter of the base model's holder. With
-    `engine.adapters: slots`, a trained policy must have adapters, on projections whose adapters SGLang takes.
+    If the policy shares its base model, its engine must also go with that of the base model's holder (see
+    `ClusterConfig.check_shared_engine`). With `engine.adapters: slots`, a trained policy must have adapters, on
+    projections whose adapters SGLang takes.
     """
     policy = config.policies[name]
     engine = for_policy(config, name).engine
@@ -513,14 +518,15 @@ def _check_collection_ahead(config: RunSections) -> None:
         if policy.offload:
             raise ValueError(
                 f"policy '{name}': offload frees the trainer's memory while the team acts, and with a "
-                f"staleness of {staleness}, the team acts while it trains; choose one of them"
+                f"staleness of {staleness}, the team acts while the trainer works; set offload to false, or "
+                "staleness to 0"
             )
 
 
 def _check_opponents(config: RunSections) -> None:
     """Check the opponents of a run, if there are any.
 
-    They need the orchestra `duel` and a trained agent to play, and their shares may add up to at most 1.
+    They need the orchestra `duel` and a trained agent, in whose place they play. Their shares may add up to at most 1.
     `_check_opponent` checks each of them.
     """
     if not config.opponents:

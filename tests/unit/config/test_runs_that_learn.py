@@ -83,7 +83,7 @@ NOTHING = [
     ),
     (
         (*C3, "filter={name: informative}"),
-        "trainer.replays cannot be used with a filter, which compares trajectories",
+        "trainer.replays cannot be used with a filter, because filters choose turns by their rewards",
     ),
     (
         ("experiment=marti_mars2_8b", "advantage.name=c3", "~advantage.options", C3[2]),

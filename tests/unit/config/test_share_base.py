@@ -93,11 +93,11 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
         ),
         (
             [*LORA, SHARED[1]],
-            r"policies.verifier: share_base: no other policy with it has model \S+; leave",
+            r"policies.verifier: share_base: no other policy with share_base has model \S+; leave",
         ),
         (
             [*LORA, *SHARED, "policies.verifier.model=other"],
-            "policies.solver: share_base: no other policy with it has",
+            "policies.solver: share_base: no other policy with share_base has",
         ),
         (
             [*LORA, *SHARED, "policies.solver.tp=2"],

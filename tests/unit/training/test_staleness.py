@@ -94,7 +94,7 @@ class TestConfig:
         assert RunConfig.from_values(values, "test").concurrent_steps == steps
 
     def test_a_policy_that_shares_memory_with_its_trainer_cannot_be_collected_ahead(self) -> None:
-        message = r"policy 'solver': offload frees .* choose one of them"
+        message = r"policy 'solver': offload frees .* set offload to false, or"
         with pytest.raises(ConfigError, match=message):
             resolve(
                 [
