@@ -233,12 +233,13 @@ class RunSections(Section):
     @property
     def concurrent_steps(self) -> int:
         """Largest number of training steps whose trajectories may be collected at the same time."""
-        # Later first steps give no larger number: the order of `alternate` repeats, and the run's end only lowers it.
-        first_steps = 1
+        # `first` is the oldest of the concurrent steps. The order of `alternate` repeats, so it is enough to try one
+        # cycle; near the end of the run, the number is only lower.
+        steps_per_cycle = 1
         if self.trainer.alternate is not None:
-            first_steps = self.trainer.alternate.steps * len(self.trainer.alternate.order)
+            steps_per_cycle = self.trainer.alternate.steps * len(self.trainer.alternate.order)
         largest = 1
-        for first in range(min(first_steps, self.trainer.steps)):
+        for first in range(min(steps_per_cycle, self.trainer.steps)):
             last = first
             while last + 1 < self.trainer.steps and self.may_collect(last + 1, first):
                 last += 1

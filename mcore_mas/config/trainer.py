@@ -94,7 +94,10 @@ class TrainerConfig(Section):
 
     @property
     def trajectories_per_step(self) -> int:
-        """Number of trajectories that are started in a step; with branching, number of trees."""
+        """Number of trajectories that are started for a batch of tasks; with branching, number of trees.
+
+        A step has one batch, and more if its filter resamples.
+        """
         return self.tasks_per_step * (self.group_size + self.surplus)
 
     @model_validator(mode="after")
