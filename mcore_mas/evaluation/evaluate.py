@@ -74,9 +74,9 @@ def evaluate(
             when they were played again.
         Stopped: a signal or `stop` ended the evaluation.
     """
-    config = run if isinstance(run, RunConfig) else RunConfig.load(run)
-    players = player_names(config, state, seats)
-    config = config_with_seats(config, state, seats)
+    run_config = run if isinstance(run, RunConfig) else RunConfig.load(run)
+    config = config_with_seats(run_config, state, seats)
+    players = player_names(run_config, state, seats)
     if stop is None:
         is_main_thread = threading.current_thread() is threading.main_thread()
         stop = StopSignal(signals=is_main_thread)

@@ -83,7 +83,7 @@ def player_names(
 
     Args:
         config: config of the run, before `config_with_seats`.
-        state, seats: as in `config_with_seats`.
+        state, seats: as in `config_with_seats`, which has checked them.
     """
     default = state if state in STATES else "trained"
     names = {}

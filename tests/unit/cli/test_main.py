@@ -55,6 +55,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "evaluate demo_math --state x --seat verifier",
             "--seat verifier: expected AGENT=WHO, for example",
         ),
+        (
+            "evaluate demo_math --state x --seat solver=2024",
+            "seat of 'solver': Input should be a valid dictionary or instance of PolicyConfig; "
+            "expected base, trained, a run, run/agent, {model: folder} or {remote: ...}",
+        ),
         ("evaluate {missing}.yaml", "missing.yaml: no run here; expected a run's folder"),
         (
             "export {missing} solver --to x",
