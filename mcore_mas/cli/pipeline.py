@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 import typer
 
 from mcore_mas import resolve_page_paths
-from mcore_mas.cli.arguments import ConfigDir, ConfigFile, Overrides, RunFolder, SuiteName
+from mcore_mas.cli.arguments import (
+    ConfigDir,
+    ConfigFile,
+    Overrides,
+    RunFolder,
+    SuiteName,
+    UsageError,
+    output_file,
+)
 from mcore_mas.runtime.stop_signal import ignore_stop_signals, stop_at_start
 
 pipeline_commands = typer.Typer()
@@ -195,6 +203,21 @@ def train_run(
     ignore_stop_signals()  # the run has finished
 
 
+def scores_file(path: Path | None) -> Path | None:
+    """Check that an evaluation can write its scores to this file; return it unchanged.
+
+    Raises:
+        UsageError: its name has no suffix.
+        FolderError: it cannot be written, or is a folder.
+    """
+    if path is not None and not path.suffix:
+        raise UsageError(
+            f"--out {path}: expected a file name with a suffix, such as scores.json, because the "
+            "trajectories are written to the folder of this name without the suffix"
+        )
+    return output_file(path)
+
+
 @pipeline_commands.command("evaluate", rich_help_panel=PIPELINE_PANEL)
 def evaluate_run(
     run: ConfigFile,
@@ -203,7 +226,10 @@ def evaluate_run(
     ] = "trained",
     out: Annotated[
         Path | None,
-        typer.Option(help="JSON file; by default evaluation/{state}.json in the run's folder."),
+        typer.Option(
+            help="JSON file; by default evaluation/{state}.json in the run's folder.",
+            callback=scores_file,
+        ),
     ] = None,
     seat: Annotated[
         list[str] | None,
@@ -228,13 +254,13 @@ def evaluate_run(
 
     config = RunConfig.load(run)
     seats = parse_seats(state, seat or [], config.agents)
-    file = out or config.folder / "evaluation" / f"{state}.json"
-    scores = evaluate(run, state, file, seats)
+    out = out or config.folder / "evaluation" / f"{state}.json"
+    scores = evaluate(run, state, out, seats)
     for line in describe_scores(scores["rows"]):
         print(line)
     for name, value in scores["strategy"].items():
         print(f"{name}: {value:.4f}")
-    print(file)
+    print(out)
     publish_evaluation(run, lambda line: print(line, file=sys.stderr))
 
 

@@ -62,6 +62,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("evaluate {missing}.yaml", "missing.yaml: no run here; expected a run's folder"),
         (
+            "evaluate demo_math --out scores",
+            "--out scores: expected a file name with a suffix, such as scores.json, because the "
+            "trajectories are written to the folder of this name without the suffix",
+        ),
+        ("evaluate demo_math --out {scores}", "scores.json: is a folder; name a file"),
+        (
             "export {missing} solver --to x",
             "missing: no run here; expected a run's folder, its name in results/",
         ),
@@ -166,10 +172,18 @@ def test_an_error_is_one_line(
 ) -> None:
     text = tmp_path / "text"
     text.write_text("hello")
+    scores = tmp_path / "scores.json"
+    scores.mkdir()
     monkeypatch.chdir(project)
     with open_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        names = {"folder": tmp_path, "missing": tmp_path / "missing", "text": text, "port": port}
+        names = {
+            "folder": tmp_path,
+            "missing": tmp_path / "missing",
+            "scores": scores,
+            "text": text,
+            "port": port,
+        }
         result = call_command(*arguments.format(**names).split())
     assert result.status == 1
     assert result.stderr.startswith("error: ")
