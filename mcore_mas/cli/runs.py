@@ -18,6 +18,7 @@ from mcore_mas.cli.arguments import (
     RunFolder,
     State,
     TokenFile,
+    UsageError,
     output_file,
 )
 from mcore_mas.cli.pipeline import PIPELINE_PANEL
@@ -211,7 +212,11 @@ def print_cross_play(
         ),
     ] = None,
     ratings: Annotated[
-        bool, typer.Option("--ratings", help="Also print ratings of the models, for a game.")
+        bool,
+        typer.Option(
+            "--ratings",
+            help="Also print ratings of the models, for a game of the agents first and second.",
+        ),
     ] = False,
 ) -> None:
     """Print the scores of all evaluations as a matrix: models of one agent by models of the other.
@@ -220,7 +225,13 @@ def print_cross_play(
     """
     from mcore_mas.reports.cross_play import draw_cross_play, read_cross_play
     from mcore_mas.reports.ratings import Games, bradley_terry
+    from rollout.environments.games.zero_sum import PLAYERS
 
+    if ratings and (row_agent, column_agent) != PLAYERS:
+        raise UsageError(
+            f"--ratings with agents {row_agent} and {column_agent}: expected the players of a game, "
+            f"{' and '.join(PLAYERS)} in this order; name them, or leave out --ratings"
+        )
     matrix = read_cross_play(results, row_agent, column_agent)
     title = f"{row_agent} \\ {column_agent}"
     headers = [Column(Text(escape_line(header))) for header in (title, *matrix.columns)]
@@ -233,11 +244,12 @@ def print_cross_play(
     if picture is not None:
         draw_cross_play(matrix, picture)
     if ratings:
-        games = {
+        # The models of the row move first, and their points are the scores.
+        games_by_pair = {
             pair: Games(score=sum(pairing.scores), count=len(pairing.scores))
             for pair, pairing in matrix.pairings.items()
         }
-        fitted = bradley_terry(games)
+        fitted = bradley_terry(games_by_pair)
         print()
         ranked = sorted(fitted.players.items(), key=lambda item: -item[1].value)
         for player, rating in ranked:

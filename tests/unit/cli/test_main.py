@@ -102,6 +102,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "explain {text} --option lone",
             "--option lone: expected key=value, for example --option lone=raw",
         ),
+        (
+            "cross-play second first --ratings",
+            "--ratings with agents second and first: expected the players of a game, first and second "
+            "in this order; name them, or leave out --ratings",
+        ),
         ("leaks", "name a run, data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
         ("check my_suit.yaml", "my_suit.yaml: no such file, and no experiment of this name ("),
