@@ -261,14 +261,15 @@ def print_cross_play(
 def track_results(results: ResultsFolder = Path("results")) -> None:
     """Send MLflow the missing steps, scores, costs and tables of runs, also of unfinished ones.
 
-    For the folder of a single run no tables are sent. The exit status is 1 if something could not
-    be sent.
+    For the folder of a single run, neither tables nor means over seeds are sent. The exit status is 1
+    if something could not be sent.
     """
     from mcore_mas.reports.run_states import run_folders
     from mcore_mas.runtime.pipeline_messages import mlflow_command
     from mcore_mas.tracking.publish import LOCAL_PAGES, publish
 
-    if (results / "config.yaml").is_file():
+    is_single_run = (results / "config.yaml").is_file()
+    if is_single_run:
         folder = results.absolute()
         results = folder.parent
         runs = [folder.name]
@@ -278,7 +279,7 @@ def track_results(results: ResultsFolder = Path("results")) -> None:
         tables = [file.stem for file in sorted(results.glob("tables/*.csv"))]
 
     warnings: list[str] = []
-    page = publish(results, runs, tables, warnings.append)
+    page = publish(results, runs, tables, warnings.append, means=not is_single_run)
     for line in warnings:
         print(line)
     if page and page.startswith(LOCAL_PAGES):

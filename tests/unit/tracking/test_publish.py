@@ -12,7 +12,9 @@ import pytest
 import yaml
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
+from typer.testing import CliRunner
 
+from mcore_mas.cli.main import app
 from mcore_mas.tracking import publish as publishing
 from mcore_mas.tracking.publish import publish, publish_evaluation, publish_within_limit
 from rollout.base.digests import sha256
@@ -268,6 +270,16 @@ def test_an_evaluation_sends_its_scores_and_its_training(tmp_path: Path) -> None
         assert training.tags[f"trained.{policy}"] == folder
     assert runs["pages: duo evaluate trained"].data.metrics["avg_at_4/all"] == 0.6
     assert runs["pages: duo"].data.metrics == {}  # the means are over all seeds
+
+
+def test_one_tracked_run_is_not_the_mean_over_its_seeds(tmp_path: Path) -> None:
+    finished(tmp_path, "duo", 1)
+    finished(tmp_path, "duo_s2", 2)
+    result = CliRunner().invoke(app, ["track", str(tmp_path / "duo_s2")])
+    assert result.exit_code == 0, result.output
+    runs = runs_of(tmp_path)
+    assert runs["pages: duo_s2 evaluate trained"].data.metrics["avg_at_4/all"] == 0.7
+    assert runs["pages: duo"].data.metrics == {}
 
 
 def test_a_job_does_not_wait_for_a_store_that_hangs(
