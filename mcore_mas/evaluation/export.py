@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 # Number of recorded turns that an export is compared with.
 _CHECKED_TURNS = 32
+# An export to an existing folder is at first written to a folder in it. Until that one is complete, it has
+# the second name, which `atomic_folder` gives to it, and an export that fails leaves it there.
+_STAGING = "export"
+_PARTIAL_STAGING = f".{_STAGING}.partial"
 
 
 def export(
@@ -52,7 +56,7 @@ def export(
     config = RunConfig.load(run / "config.yaml")
     _check_policy(config, run, policy, adapter=adapter)
     check_output_path(to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    if to.exists() and not _is_empty_folder(to):
         raise ExportError(
             f"{to}: something is there already; name a folder that is empty or not there"
         )
@@ -61,12 +65,12 @@ def export(
     if not (run / "train" / "done.json").is_file():
         checkpoint = _checkpoint_to_export(config, run, note)
 
-    # A killed export leaves no folder with a name that looks finished. A folder that is there stays, because
-    # it may be the current one of a shell, which would otherwise be in a folder that is removed.
+    # An existing `to` is not replaced, because a shell may have it as its working directory. The export is
+    # then written to a folder inside it, whose files are moved up at the end.
     target = to.absolute()
-    is_there = target.is_dir()
-    written = target / "export" if is_there else target
-    with atomic_folder(written) as partial:
+    to_exists = target.is_dir()
+    staging = target / _STAGING if to_exists else target
+    with atomic_folder(staging) as partial:
         if checkpoint is None:
             _copy_finished_model(run, policy, partial, note, adapter=adapter)
         else:
@@ -75,10 +79,15 @@ def export(
         if not adapter:
             check_export(partial, config.policies[policy], _recorded_turns(run, policy), note)
         _share_by_umask(partial)
-    if is_there:
-        for path in written.iterdir():
+    if to_exists:
+        for path in staging.iterdir():
             path.rename(target / path.name)
-        written.rmdir()
+        staging.rmdir()
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Return True if a path is a folder that has nothing but what a failed export left."""
+    return path.is_dir() and all(child.name == _PARTIAL_STAGING for child in path.iterdir())
 
 
 def _checkpoint_to_export(config: RunConfig, run: Path, note: Callable[[str], None]) -> Path:

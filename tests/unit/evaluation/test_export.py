@@ -174,6 +174,21 @@ def test_an_export_has_the_permissions_of_the_umask(
     assert weights.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_failed_export_to_an_empty_folder_can_be_repeated(run: Path) -> None:
+    adapter = run / "train" / "models" / "solver" / "adapter"
+    adapter.parent.mkdir(parents=True)
+    (run / "train" / "done.json").write_text("{}")
+    exported = run / "out"
+    exported.mkdir()
+    with pytest.raises(FileNotFoundError):
+        export(run, "solver", exported, print, adapter=True)
+
+    adapter.mkdir()
+    (adapter / "adapter_config.json").touch()
+    export(run, "solver", exported, print, adapter=True)
+    assert [path.name for path in exported.iterdir()] == ["adapter_config.json"]
+
+
 def test_an_export_to_the_current_folder_leaves_it_the_current_one(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
