@@ -228,7 +228,10 @@ class Run:
             await asyncio.to_thread(training.close)
 
     def _start_training(self) -> TrainingThread:
-        """End the training of an earlier loop, check and write the inputs, and start a training."""
+        """End the training of an earlier loop, check and write the inputs, and start a training.
+
+        An earlier iterator that a program still holds has no further steps then.
+        """
         if self._training is not None:
             # A `break` out of `async for` does not wait until the generator is closed.
             self._training.close()

@@ -43,7 +43,7 @@ class TrainingThread:
         threading._register_atexit(self.close)  # type: ignore[attr-defined]
 
     def next(self) -> StepRow | None:
-        """Return the metrics of the next step, or None after the last one.
+        """Return the metrics of the next step, or None after the last one or once the training is closed.
 
         Raises:
             BaseException: the error that ended the training.
@@ -105,12 +105,14 @@ class TrainingThread:
             say(f"{self._folder}: {line}")
 
     def _print_errors(self) -> None:
+        """Print the errors that `next` has not raised; `next` returns None from now on."""
         from mcore_mas.runtime.error_description import describe_error
 
         while not self._rows.empty():
             row = self._rows.get()
             if isinstance(row, BaseException):
                 say(f"{self._folder}: {describe_error(row)}")
+        self._rows.put(None)
 
     def _train(self, config: Path) -> None:
         from mcore_mas.runtime.joblog import logged_cause

@@ -437,10 +437,9 @@ def test_no_command_is_advised_that_needs_the_script(tmp_path: Path) -> None:
     )
 
 
-def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A `break` does not wait for the checkpoint, and a run may be trained only once at a time."""
+@pytest.fixture
+def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every training take three steps, from step 0; a second one at the same time is an error."""
     is_free = threading.Lock()
 
     def train(
@@ -459,6 +458,13 @@ def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(
         finally:
             is_free.release()
 
+    monkeypatch.setattr(training, "train", train)
+
+
+@pytest.mark.usefixtures("three_steps")
+def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(tmp_path: Path) -> None:
+    """A `break` does not wait for the checkpoint, and a run may be trained only once at a time."""
+
     async def program() -> list[float]:
         run = make_run(tmp_path)
         steps = []
@@ -467,8 +473,16 @@ def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(
             break
         return steps + [row["step"] async for row in run]
 
-    monkeypatch.setattr(training, "train", train)
     assert asyncio.run(program()) == [0, 0, 1, 2]
+
+
+@pytest.mark.usefixtures("three_steps")
+def test_an_iterator_ends_when_another_one_of_its_run_begins(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    earlier = iter(run)
+    assert next(earlier)["step"] == 0
+    assert [row["step"] for row in run] == [0, 1, 2]
+    assert list(earlier) == []
 
 
 def test_ctrl_c_stops_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
