@@ -115,6 +115,7 @@ class TrainingThread:
         self._rows.put(None)
 
     def _train(self, config: Path) -> None:
+        """Train, and put the metrics of each step into the queue, then the error, or None."""
         from mcore_mas.runtime.joblog import logged_cause
         from mcore_mas.training.train import train
 
@@ -124,18 +125,20 @@ class TrainingThread:
 
         try:
             with logged_cause(self._folder / "logs" / "train.log"):
-                train(config, after_step=after_step, stop=self._stop)
+                try:
+                    train(config, after_step=after_step, stop=self._stop)
+                except RuntimeError as error:
+                    # From Python 3.12 on, asyncio fails to end its threads while the interpreter shuts down. That
+                    # error hides the one that ended the training, which is its context.
+                    hidden_error = error.__context__
+                    if hidden_error is None or "at interpreter shutdown" not in str(error):
+                        raise
+                    raise hidden_error from None
+        except Stopped as stopped:
+            self._report_stop(str(stopped))
+            self._rows.put(None)
         except BaseException as error:
-            cause: BaseException | None = error
-            if "at interpreter shutdown" in str(error):
-                # From Python 3.12 on, asyncio fails to end its threads while the interpreter shuts down. That
-                # error hides the one that ended the training, which is its context.
-                cause = error.__context__
-            if isinstance(cause, Stopped):
-                self._report_stop(str(cause))
-                self._rows.put(None)
-            else:
-                self._rows.put(error)
+            self._rows.put(error)
         else:
             self._rows.put(None)
 

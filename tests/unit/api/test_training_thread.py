@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.api.training_thread import TrainingThread
-from mcore_mas.runtime.stop_signal import StopSignal
+from mcore_mas.runtime.errors import TrainingError
+from mcore_mas.runtime.stop_signal import Stopped, StopSignal
 from mcore_mas.training import train as training
 
 PROGRAM = """
@@ -131,3 +132,28 @@ def test_an_error_after_the_last_row_is_printed(
     assert error.startswith("run: OSError: [Errno 28] ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "log"),
+    [(Stopped("stopped"), None), (TrainingError("no reward"), "error: no reward\n")],
+)
+def test_an_error_at_the_end_of_the_program_does_not_hide_the_error_of_the_training(
+    error: BaseException,
+    log: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train(config: Path, after_step: object, stop: StopSignal) -> None:
+        try:
+            raise error
+        finally:  # as asyncio does from Python 3.12 on
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(training, "train", train)
+    thread = TrainingThread(tmp_path / "config.yaml")
+    thread.close()
+    assert capsys.readouterr().err == f"{tmp_path}: {error}\n"
+    log_file = tmp_path / "logs" / "train.log"
+    assert (log_file.read_text() if log_file.exists() else None) == log
