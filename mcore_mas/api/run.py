@@ -316,7 +316,8 @@ class Run:
     def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
         """Evaluate the team on the test tasks, and return avg@k, pass@k and maj@k by name.
 
-        There is no maj@k if the environment records no answers. The scores are in [0, 1], unless the
+        There is no maj@k if the environment records no answers, and no score at all if every
+        trajectory failed and `evaluation.max_failed` is 1. The scores are in [0, 1], unless the
         outcomes of the user's environment are not.
 
         Ctrl-C stops the evaluation. Call this method again with the same arguments to go on.
@@ -345,6 +346,8 @@ class Run:
         stop = StopSignal(signals=False)
         result = _call_in_thread(lambda: evaluate(config, state, out, stop=stop), stop)
         rows = result["rows"]
+        if not rows:
+            return {}
         all_tasks = rows[-1]["dataset"]  # the rows of single data sources come first
         return {row["metric"]: row["value"] for row in rows if row["dataset"] == all_tasks}
 

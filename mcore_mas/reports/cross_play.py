@@ -63,8 +63,8 @@ class CrossPlayMatrix:
 def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPlayMatrix:
     """Read the scores of every pair of models from the evaluations of all runs in a results folder.
 
-    Evaluations of teams without one of the two agents are left out, and so are those of older versions,
-    which did not record the players.
+    Evaluations of teams without one of the two agents are left out, and so are those without a score, and
+    those of older versions, which did not record the players.
 
     Raises:
         FolderError: a file is damaged, two evaluations are of the same pair, or there is none.
@@ -74,7 +74,7 @@ def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPl
         evaluation = read_record(file, "rows")
         # The name of the model that plays each agent.
         players: Mapping[str, str] = evaluation.get("players", {})
-        if not {row_agent, column_agent} <= players.keys():
+        if not {row_agent, column_agent} <= players.keys() or not evaluation["rows"]:
             continue
         pair = players[row_agent], players[column_agent]
         if pair in pairings:

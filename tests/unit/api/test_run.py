@@ -510,6 +510,13 @@ def test_ctrl_c_stops_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - start < 30
 
 
+def test_an_evaluation_whose_trajectories_all_failed_has_no_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: {"rows": []})
+    assert make_run(tmp_path, evaluation={"max_failed": 1.0}).evaluate() == {}
+
+
 class FakeTeam:
     """A team that plays prompts in its thread, and a person who types at the terminal."""
 

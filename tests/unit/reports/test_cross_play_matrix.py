@@ -45,6 +45,8 @@ def results(tmp_path: Path) -> Path:
     evaluation(tmp_path, "base", {"first": "a@base", "second": "a@base"}, 0.1, 0.9, 0.45)
     evaluation(tmp_path, "mixed", {"first": "a", "second": "a@base"}, 0.75)
     evaluation(tmp_path, "other_team", {"solver": "a"}, 0.2)
+    failed = evaluation(tmp_path, "failed", {"first": "a@base", "second": "a"}, 0.2)
+    failed.write_text(json.dumps({**json.loads(failed.read_text()), "rows": []}))
     older = evaluation(tmp_path, "older", {}, 0.3)
     older.write_text(json.dumps({"run": "a", "rows": []}))  # without players
     return tmp_path
