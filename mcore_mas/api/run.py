@@ -150,16 +150,18 @@ class Run:
     def _write_inputs(self, *, trains: bool) -> Path:
         """Check the inputs, then write config and tasks as the pipeline does; return the config's file.
 
-        The folder stays as it is if the run is refused.
+        Nothing is written if a check refuses the run.
 
         Args:
-            trains: True if the run is about to be trained.
+            trains: True if the run is about to be trained. Its first tasks are then played too.
 
         Raises:
-            ArgumentError: an agent's prompt leaves no room for its reply.
+            ArgumentError, ModelError: see `_check_first_tasks`.
             CheckpointError: the folder has checkpoints of other settings or tasks.
             FolderError: the folder cannot be written.
-            RecordError, ValueError: the tasks cannot be read or made.
+            RecordError, ValueError: the tasks cannot be read or made, a task lacks an answer, or its
+                environment does not exist.
+            RetrievalError: the passages cannot be read; the config and the tasks have been written then.
         """
         prepared = self._tasks or make_tasks(self.config.data, self.config.seed)
         check_answers(self.config, prepared)
@@ -168,7 +170,7 @@ class Run:
         if problem:
             raise CheckpointError(resolve_page_paths(problem))
         if trains:
-            self._check_prompts(prepared["train"])
+            self._check_first_tasks(prepared["train"])
 
         ensure_writable(self.folder)
         file = self.folder / "config.yaml"
@@ -211,7 +213,7 @@ class Run:
                 yield row
         except KeyboardInterrupt:
             training.interrupt()
-            raise KeyboardInterrupt from None  # the frames below are those of waiting
+            raise KeyboardInterrupt from None  # without the frames of the wait for a row
         finally:
             training.close()
 
@@ -240,11 +242,12 @@ class Run:
         self._training = TrainingThread(config_file)
         return self._training
 
-    def _check_prompts(self, tasks: Sequence[Task]) -> None:
-        """Play the first tasks without an engine, as `mcore-mas check` does.
+    def _check_first_tasks(self, tasks: Sequence[Task]) -> None:
+        """Play the first tasks with empty replies, as `mcore-mas check` does.
 
         Raises:
-            ArgumentError: an agent's prompt leaves no room for its reply.
+            ArgumentError: an agent's prompt leaves no room for its reply, or the user's reward fails.
+            ModelError: a tokenizer or a chat template cannot be loaded.
         """
         problems = _call_in_thread(lambda: list(prompt_problems(self.config, tasks)))
         if problems:
@@ -330,7 +333,8 @@ class Run:
             ArgumentError: k is less than 1.
             ConfigError: there is no such state.
             CheckpointError: the run was trained with other settings or tasks.
-            FolderError: the training has not finished, or another process evaluates this run.
+            FolderError: the training has not finished, or another process evaluates this state of the
+                run.
             PlacementError: there are fewer GPUs than the engines need.
             RemoteError, RetrievalError: a remote model or the retriever cannot be used.
             EvaluationError: too many trajectories failed.
@@ -360,7 +364,7 @@ class Run:
 
         Raises:
             ExportError: there is no such policy, nothing is trained yet, `to` is not empty, or
-                transformers reads the export in another way than the run.
+                transformers gives other token ids or log-probabilities than the run's engine.
             ConfigError, ModelError: the run's config or model is missing.
             FolderError: a file of the finished model is not as training wrote it.
         """
@@ -456,7 +460,9 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
 def _call_in_thread(function: Callable[[], _T], stop: StopSignal | None = None) -> _T:
     """Call a function in a thread, where no event loop runs, and return its result.
 
-    On Ctrl-C, KeyboardInterrupt is raised; with `stop`, after the function has been stopped.
+    On Ctrl-C, KeyboardInterrupt is raised. With `stop`, the function is told to stop before, and waited
+    for unless code of the team blocks its event loop. Without `stop`, the function goes on in its thread
+    until the program ends.
     """
     future: Future[_T] = Future()
 
@@ -475,7 +481,7 @@ def _call_in_thread(function: Callable[[], _T], stop: StopSignal | None = None) 
         if stop is not None:
             stop.request_threadsafe(urgent=True)
             wait_for_stop(thread, stop)
-        raise KeyboardInterrupt from None  # the frames below are those of waiting
+        raise KeyboardInterrupt from None  # without the frames of the wait for the future
 
 
 def _converse_in_thread(

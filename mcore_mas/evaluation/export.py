@@ -35,10 +35,11 @@ _PARTIAL_STAGING = f".{_STAGING}.partial"
 def export(
     run: Path, policy: str, to: Path, note: Callable[[str], None], *, adapter: bool = False
 ) -> None:
-    """Write a trained policy to a folder, and check that transformers reads it like the run's engine.
+    """Write a trained policy to a folder, and compare transformers on it with the run's engine.
 
-    The weights are those of the finished run or, before its end, of its newest valid checkpoint. An
-    adapter alone is not checked.
+    The weights are those of the finished run or, before its end, of its newest valid checkpoint.
+    transformers and the engine must give the same token ids and log-probabilities. An adapter alone is
+    not checked.
 
     Args:
         run: folder of the run.
@@ -49,7 +50,7 @@ def export(
 
     Raises:
         ExportError: there is no such policy or adapter, `to` is not empty, nothing has been trained
-            yet, or transformers reads the export in another way than the run.
+            yet, or transformers gives other token ids or log-probabilities than the run's engine.
         ConfigError, ModelError: the run's config or model is missing.
         FolderError: `to` cannot be written, or a file of the finished model is not as training wrote it.
     """
