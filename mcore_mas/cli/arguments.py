@@ -80,18 +80,19 @@ def run_config_file(run: Path) -> Path:
 
 
 def results_folder(folder: Path) -> Path:
-    """Return a folder of runs, or the folder of a run that is named by its name in results/.
+    """Return the folder that an argument names: a folder of runs, a run's folder, or that of a run in results/.
 
-    A folder without runs, such as that of a project's package, does not hide the run of its name.
+    `mcore-mas new` gives a project's Python package and its run the same name. This name then means the
+    run, because the package's folder has no run.
     """
-    has_runs = any(folder.glob("config.yaml")) or any(folder.glob("*/config.yaml"))
-    if not has_runs and str(folder) in run_names():
+    is_run_or_has_runs = any(folder.glob("config.yaml")) or any(folder.glob("*/config.yaml"))
+    if not is_run_or_has_runs and str(folder) in run_names():
         return Path("results") / folder
     return folder
 
 
 def output_path(path: Path | None) -> Path | None:
-    """Return the path of a file or folder that a command writes, or None if none is named.
+    """Check that a command can write a file or folder at this path; return it unchanged, as a callback of Typer.
 
     Raises:
         FolderError: it cannot be written.
@@ -102,14 +103,15 @@ def output_path(path: Path | None) -> Path | None:
 
 
 def output_file(path: Path | None) -> Path | None:
-    """Return the path of a file that a command writes, or None if none is named.
+    """Check that a command can write a file at this path; return it unchanged, as a callback of Typer.
 
     Raises:
         FolderError: it cannot be written, or is a folder.
     """
-    output_path(path)
-    if path is not None and path.is_dir():
-        raise FolderError(f"{path}: is a folder; name a file")
+    if path is not None:
+        check_output_path(path)
+        if path.is_dir():
+            raise FolderError(f"{path}: is a folder; name a file")
     return path
 
 
@@ -124,6 +126,7 @@ RunFolder = Annotated[
 ConfigFile = Annotated[
     Path,
     typer.Argument(
+        metavar="run",
         help="A run: its folder, its name in results/, or its config.yaml.",
         callback=run_config_file,
         autocompletion=run_names,

@@ -106,7 +106,8 @@ def show_leaks(
 def _is_run(path: Path) -> bool:
     """Return True if an argument is a run's folder, its name in results/, or its config.yaml.
 
-    A data file takes precedence over a run of its name; a folder, such as that of a project's package, does not.
+    A data file takes precedence over a run in results/ that has the same name. A folder, such as the Python
+    package of a project, does not.
     """
     if path.name == "config.yaml" or (path / "config.yaml").is_file():
         return True

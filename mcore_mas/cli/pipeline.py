@@ -77,18 +77,18 @@ def check_runs(
     from mcore_mas.pipeline.suite import load_suite
     from mcore_mas.runtime.project_path import path_problem
 
-    loaded = load_suite(suite, overrides or [], config_dir)
-    problems = suite_problems(loaded)
-    unquotable = path_problem()
-    if unquotable:
-        problems.insert(0, unquotable)
+    loaded_suite = load_suite(suite, overrides or [], config_dir)
+    problems = suite_problems(loaded_suite)
+    path_error = path_problem()
+    if path_error:
+        problems.insert(0, path_error)
     for problem in problems:
         print(f"error: {resolve_page_paths(problem)}")
     if problems:
         raise typer.Exit(1)
-    print(f"ok: {', '.join(loaded.runs)}")
+    print(f"ok: {', '.join(loaded_suite.runs)}")
     # These are no errors, because a run without checkpoints can be trained with the settings.
-    for problem in recipe_problems(loaded):
+    for problem in recipe_problems(loaded_suite):
         print(
             "note: the settings are valid, but not for the checkpoints here, so `mcore-mas run` "
             f"refuses {resolve_page_paths(problem)}"
@@ -142,9 +142,9 @@ def plan_suite(
         all_overrides.append("cluster.gpus=null")
 
     fits = True
-    loaded = load_suite(suite, all_overrides, config_dir)
-    for run in loaded.runs:
-        config = loaded.run_config(run)
+    loaded_suite = load_suite(suite, all_overrides, config_dir)
+    for run in loaded_suite.runs:
+        config = loaded_suite.run_config(run)
         run_cluster = named_cluster or Cluster.parse(config.cluster.gpus or "8xH100")
         try:
             if as_configured:
@@ -184,7 +184,7 @@ def plan_index(
 
 @pipeline_commands.command("train", rich_help_panel=PIPELINE_PANEL)
 def train_run(
-    run: ConfigFile,
+    config_file: ConfigFile,
     address: Annotated[
         str | None, typer.Option(help="Address of a running Ray, in place of cluster.address.")
     ] = None,
@@ -198,13 +198,13 @@ def train_run(
     from mcore_mas.runtime.joblog import logged_cause
     from mcore_mas.training.train import train
 
-    with logged_cause(run.parent / "logs" / "train.log"):
-        train(run, address, adopt=adopt)
+    with logged_cause(config_file.parent / "logs" / "train.log"):
+        train(config_file, address, adopt=adopt)
     ignore_stop_signals()  # the run has finished
 
 
 def scores_file(path: Path | None) -> Path | None:
-    """Check that an evaluation can write its scores to this file; return it unchanged.
+    """Check that an evaluation can write its scores to this file; return it unchanged, as a callback of Typer.
 
     Raises:
         UsageError: its name has no suffix.
@@ -220,7 +220,7 @@ def scores_file(path: Path | None) -> Path | None:
 
 @pipeline_commands.command("evaluate", rich_help_panel=PIPELINE_PANEL)
 def evaluate_run(
-    run: ConfigFile,
+    config_file: ConfigFile,
     state: Annotated[
         str, typer.Option(help="base or trained; with --seat, a name for the evaluation.")
     ] = "trained",
@@ -252,16 +252,16 @@ def evaluate_run(
     from mcore_mas.evaluation.seats import parse_seats
     from mcore_mas.tracking.publish import publish_evaluation
 
-    config = RunConfig.load(run)
+    config = RunConfig.load(config_file)
     seats = parse_seats(state, seat or [], config.agents)
     out = out or config.folder / "evaluation" / f"{state}.json"
-    scores = evaluate(run, state, out, seats)
+    scores = evaluate(config_file, state, out, seats)
     for line in describe_scores(scores["rows"]):
         print(line)
     for name, value in scores["strategy"].items():
         print(f"{name}: {value:.4f}")
     print(out)
-    publish_evaluation(run, lambda line: print(line, file=sys.stderr))
+    publish_evaluation(config_file, lambda line: print(line, file=sys.stderr))
 
 
 @pipeline_commands.command("distill", rich_help_panel=PIPELINE_PANEL)

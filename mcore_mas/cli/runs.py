@@ -118,8 +118,8 @@ def export_policy(
 def list_runs(results: ResultsFolder = Path("results")) -> None:
     """List runs with their steps, last reward and validation, and scores.
 
-    A line below the table has the cause of each run that failed. Another names each file that is
-    damaged, and what to do; the exit status is then 1.
+    Below the table, there is a line for each failed run, with the cause, and a line for each damaged
+    file, with what to do. Damaged files give exit status 1.
     """
     from mcore_mas.reports.run_states import private_run_errors, read_run_states
 
@@ -137,12 +137,12 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
     for run in runs:
         scores = [run.accuracy, *(run.scores.get(name) for name in evaluations)]
         total_steps = "?" if run.total_steps is None else run.total_steps
-        end = " done" if run.done else ""
+        status = " done" if run.done else ""
         if run.failure:
-            end = " failed"
+            status = " failed"
         table.add_row(
             Text(escape_line(run.run)),
-            f"{run.steps}/{total_steps}{end}",
+            f"{run.steps}/{total_steps}{status}",
             "" if run.reward is None else f"{run.reward:.3f}",
             *("" if score is None else f"{100 * score:.1f} %" for score in scores),
         )

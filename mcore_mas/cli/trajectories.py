@@ -73,7 +73,7 @@ def show_trajectory(
     index: Annotated[
         int | None, typer.Option(help="Show the trajectory with this number in the list, from 1.")
     ] = None,
-    trajectory: Annotated[
+    trajectory_id: Annotated[
         str | None, typer.Option("--id", help="Show the trajectory with this id.")
     ] = None,
     branches: Annotated[
@@ -111,20 +111,22 @@ def show_trajectory(
     if picture is not None:
         from mcore_mas.reports.game_pictures import write_game_pictures
 
-        for drawing in write_game_pictures(file, picture, index=position, trajectory_id=trajectory):
+        for drawing in write_game_pictures(
+            file, picture, index=position, trajectory_id=trajectory_id
+        ):
             print(drawing)
         return
 
     trajectories = read_trajectories(file)
     advantages = find_turn_advantages(file, trajectories)
     console = Console(highlight=False)
-    shows_one = index is not None or trajectory is not None or html is not None
+    shows_one = index is not None or trajectory_id is not None or html is not None
     if len(trajectories) > 1 and not shows_one:
         with _paged(console):
             print_trajectories(trajectories, console, advantages, file)
         return
 
-    chosen = select_trajectory(file, trajectories, position, trajectory)
+    chosen = select_trajectory(file, trajectories, position, trajectory_id)
     if html is not None:
         from mcore_mas.reports.task_texts import find_task_texts
         from mcore_mas.reports.trajectory_page import trajectory_page
