@@ -87,7 +87,8 @@ def evaluate(
     commit = code_commit()
     log = config.folder / "logs" / f"evaluate_{out_path.stem}.log"
     with owned(folder), stage_record(log):
-        strategy = _play_missing(config, folder, board, stop, address or "local")
+        # This adds the trajectories to the board.
+        strategy_scores = _play_missing(config, folder, board, stop, address or "local")
 
     _check_failures(board, config, folder)
     task_rows = board.task_rows()
@@ -99,7 +100,7 @@ def evaluate(
         "overlong_prompts": config.engine.overlong_prompts,
         **board.counts(),
         "commit": commit,
-        "strategy": strategy,
+        "strategy": strategy_scores,
         "rows": score_rows(task_rows),
         "tasks": task_rows,
     }
@@ -108,7 +109,7 @@ def evaluate(
 
 
 def _check_failures(board: Scoreboard, config: RunConfig, folder: Path) -> None:
-    """Raise EvaluationError if more than `evaluation.max_failed` of the trajectories have no score.
+    """Raise EvaluationError if more than the share `evaluation.max_failed` of the trajectories has no score.
 
     Args:
         board: scores of the evaluation.
@@ -125,7 +126,7 @@ def _check_failures(board: Scoreboard, config: RunConfig, folder: Path) -> None:
         remedy = f"mend the code; {replay_remedy(config, file, 'shows its error')}"
     raise EvaluationError(
         f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: {remedy}; "
-        "then evaluate again, or raise it"
+        "then evaluate again, or raise evaluation.max_failed"
     )
 
 

@@ -17,9 +17,10 @@ from rollout.teams.quarantine import Quarantined
 
 
 def replay_remedy(config: RunConfig, file: Path, effect: str) -> str:
-    """Say how to replay a quarantined trajectory.
+    """Return a sentence on how to replay a quarantined trajectory.
 
-    The command cannot do it if the config names objects that only exist in the script of the run.
+    The command cannot do it if the config names an object that exists only in the user's script. The
+    sentence then says which one to move.
 
     Args:
         config: the run's config.
@@ -30,8 +31,9 @@ def replay_remedy(config: RunConfig, file: Path, effect: str) -> str:
     for name in LOCAL_OBJECTS:
         if name.startswith("here:") and json.dumps(name) in config_text:
             return (
-                f"{file} has its replies and its traceback; for `mcore-mas replay`, move "
-                f"'{name.removeprefix('here:')}' of the script into a module, and import it from there"
+                f"{file} has the replies and the traceback of this trajectory; before `mcore-mas replay` can "
+                f"play it, move the orchestra, env, reward or parser '{name.removeprefix('here:')}' from your "
+                "script into a module, and import it from there"
             )
     return f"`mcore-mas replay {shlex.quote(str(file))}` {effect}"
 
@@ -67,8 +69,8 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
             step=recorded.step,
             options=CollectOptions(
                 tree=branching,
-                # The limit may be the cause of the failure. A replay has no deadlines, so
-                # that it can run in a debugger.
+                # `max_turns` is kept, because it may be the cause of the failure. There are no deadlines, so
+                # that a replay can run in a debugger.
                 deadlines=Deadlines(max_turns=config.collection.max_turns),
                 quarantine=Path(quarantine),
                 env=config.env.name,

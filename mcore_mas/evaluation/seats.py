@@ -37,7 +37,7 @@ class _SeatedPolicy:
 def config_with_seats(
     config: RunConfig, state: str, seats: Mapping[str, Any] = MappingProxyType({})
 ) -> RunConfig:
-    """Return a run in which each agent is played by the model that an evaluation gives it.
+    """Return the run's config with the policies of an evaluation: each agent has the model of its seat.
 
     Args:
         config: config of the run.
@@ -46,8 +46,8 @@ def config_with_seats(
         seats: seat of each agent, which is one of
 
             - "base" or "trained";
-            - the name of another run, for the model that trained its agent of the same name;
-            - "run/agent", for the model that trained this agent;
+            - the name of another run: the trained model of its agent of the same name;
+            - "run/agent": the trained model of this agent of that run;
             - {"model": folder}, or {"remote": {...}} with the settings of a remote model.
 
     Raises:
@@ -125,12 +125,12 @@ def parse_seats(state: str, texts: Sequence[str], agents: Collection[str]) -> di
     """
     seats: dict[str, str] = {}
     for text in texts:
-        agent, _, model = text.partition("=")
+        agent, _, who = text.partition("=")
         if agent in seats:
             raise ConfigError(
                 f"--seat {' '.join(texts)}: '{agent}' has several seats; expected one for each agent"
             )
-        seats[agent] = model
+        seats[agent] = who
     if not all(seats.values()):
         raise ConfigError(
             f"--seat {' '.join(texts)}: expected AGENT=WHO, for example verifier=base"
@@ -138,8 +138,8 @@ def parse_seats(state: str, texts: Sequence[str], agents: Collection[str]) -> di
     _check_seated_agents(seats, agents)
     if seats and state in STATES:
         raise ConfigError(
-            f"--seat {' '.join(texts)}: expected also --state NAME, a name for the evaluation other than "
-            f"{' and '.join(STATES)}"
+            f"--seat {' '.join(texts)}: with --seat, also give --state NAME, a name for the evaluation other "
+            f"than {' and '.join(STATES)}"
         )
     if not seats and state not in STATES:
         raise ConfigError(
@@ -151,9 +151,11 @@ def parse_seats(state: str, texts: Sequence[str], agents: Collection[str]) -> di
             "letter or digit; files are named after it"
         )
     try:
-        return {agent: yaml.safe_load(model) for agent, model in seats.items()}
+        return {agent: yaml.safe_load(who) for agent, who in seats.items()}
     except yaml.YAMLError as error:
-        raise ConfigError(f"--seat: not YAML ({' '.join(str(error).split())})") from error
+        raise ConfigError(
+            f"--seat {' '.join(texts)}: WHO is not YAML ({' '.join(str(error).split())})"
+        ) from error
 
 
 def _seated_policy(config: RunConfig, agent: str, seat: Any, default: str) -> _SeatedPolicy:

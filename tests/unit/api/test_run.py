@@ -432,8 +432,9 @@ def test_no_command_is_advised_that_needs_the_script(tmp_path: Path) -> None:
 
     local = make_run(tmp_path, orchestra=relay_of_script).config
     assert replay_remedy(local, file, "plays it again") == (
-        f"{file} has its replies and its traceback; for `mcore-mas replay`, move 'own.orchestra' of "
-        "the script into a module, and import it from there"
+        f"{file} has the replies and the traceback of this trajectory; before `mcore-mas replay` can "
+        "play it, move the orchestra, env, reward or parser 'own.orchestra' from your script into a "
+        "module, and import it from there"
     )
 
 

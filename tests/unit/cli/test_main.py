@@ -48,12 +48,16 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "evaluate demo_math --seat verifier=base",
-            "--seat verifier=base: expected also --state NAME, a name for the evaluation other than "
-            "base and trained",
+            "--seat verifier=base: with --seat, also give --state NAME, a name for the evaluation other "
+            "than base and trained",
         ),
         (
             "evaluate demo_math --state x --seat verifier",
             "--seat verifier: expected AGENT=WHO, for example",
+        ),
+        (
+            "evaluate demo_math --state x --seat solver={{model:",
+            "--seat solver={model:: WHO is not YAML (",
         ),
         (
             "evaluate demo_math --state x --seat solver=2024",
