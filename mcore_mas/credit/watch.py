@@ -13,7 +13,9 @@ from mcore_mas.equations.advantages import estimator_grouping
 from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import step_label
 
-_STEPS_OF_COLLAPSE = 5  # warn after so many steps in a row without an advantage, and at the end
+# A training has collapsed after so many steps in a row without an advantage. A warning is due then, and again
+# after the run's last step if it has none either.
+_STEPS_OF_COLLAPSE = 5
 # Warn about agents without a turn after so many steps, or after the last step of a shorter run.
 _STEPS_OF_IDLENESS = 5
 _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times another's
@@ -32,7 +34,7 @@ class CreditWatch:
         self._had_signal = False
         self._steps_since_signal = 0  # or since the start, if no step had a signal
         self._reason_without_signal = ""  # of the last step; "" if it had a signal
-        self._steps_with_turns = 0  # steps whose turns were counted
+        self._checked_steps = 0  # since the start or the last resume
         self._agents_with_turns: set[str] = set()  # in any of these steps
         self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
         # Number of latest steps in a row in which an agent had too large a share, by agent.
@@ -110,31 +112,32 @@ class CreditWatch:
     def idle_warning(
         self, agents: Collection[str], agents_of_turns: Collection[str], *, is_last: bool
     ) -> str:
-        """Return a warning about agents that took no turn so far, or ""; call it once per step.
+        """Return a warning about agents without a turn, or ""; call it once per step.
 
-        It is given once: after the fifth step, or after the last one if there are fewer.
+        It is given at most once: after the fifth step since the start or the last resume, or after the
+        run's last step if there are fewer.
 
         Args:
             agents: agents that the orchestra may ask.
             agents_of_turns: agents that took turns in this step, also in failed trajectories.
             is_last: True in the last step of the run.
         """
-        self._steps_with_turns += 1
+        self._checked_steps += 1
         self._agents_with_turns.update(agents_of_turns)
-        steps = self._steps_with_turns
+        steps = self._checked_steps
         is_due = steps == _STEPS_OF_IDLENESS or (is_last and steps < _STEPS_OF_IDLENESS)
         idle = [agent for agent in agents if agent not in self._agents_with_turns]
         if not is_due or not idle:
             return ""
-        counted = f"{steps} steps" if steps > 1 else "1 step"
+        checked_steps = f"the last {steps} steps" if steps > 1 else "the last step"
         if len(idle) == 1:
             return (
-                f"agent {idle[0]} took no turn in {counted}, so it was not trained; check when the orchestra asks "
-                "it, or leave it out of the team"
+                f"agent {idle[0]} took no turn in {checked_steps}, so it was not trained meanwhile; check when the "
+                "orchestra asks it, or leave it out of the team"
             )
         return (
-            f"agents {', '.join(idle)} took no turn in {counted}, so they were not trained; check when the orchestra "
-            "asks them, or leave them out of the team"
+            f"agents {', '.join(idle)} took no turn in {checked_steps}, so they were not trained meanwhile; check when "
+            "the orchestra asks them, or leave them out of the team"
         )
 
     def scale_warning(

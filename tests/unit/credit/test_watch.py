@@ -236,8 +236,8 @@ def test_agents_without_a_turn_in_the_first_five_steps_are_named_once() -> None:
     ]
     assert [step for step, warning in enumerate(warnings) if warning] == [4]
     assert warnings[4] == (
-        "agent critic took no turn in 5 steps, so it was not trained; check when the orchestra asks it, or leave it "
-        "out of the team"
+        "agent critic took no turn in the last 5 steps, so it was not trained meanwhile; check when the orchestra "
+        "asks it, or leave it out of the team"
     )
 
 
@@ -245,8 +245,8 @@ def test_agents_without_a_turn_in_a_shorter_run_are_named_after_its_last_step() 
     watch = CreditWatch()
     agents = ["solver", "critic", "judge"]
     assert watch.idle_warning(agents, {"solver"}, is_last=True) == (
-        "agents critic, judge took no turn in 1 step, so they were not trained; check when the orchestra asks them, or "
-        "leave them out of the team"
+        "agents critic, judge took no turn in the last step, so they were not trained meanwhile; check when the "
+        "orchestra asks them, or leave them out of the team"
     )
     assert CreditWatch().idle_warning(agents, agents, is_last=True) == ""
 
@@ -258,7 +258,7 @@ def test_a_real_loop_notes_an_extra_agent_that_the_orchestra_never_asks(tmp_path
     assert isinstance(session.logbook, Log)
     notes = [note for note in session.logbook.notes if "took no turn" in note]
     assert [note.partition(",")[0] for note in notes] == [
-        "step 2: agent judge took no turn in 2 steps"
+        "step 2: agent judge took no turn in the last 2 steps"
     ]
 
 
