@@ -96,6 +96,11 @@ _COMPUTING_MODULES = {
 # from the values that tests are likely to expect.
 FIRST_NUMBER = 7_000_001
 
+# Expressions whose value is a new list, tuple, set or dictionary.
+_NEW_CONTAINERS = (
+    ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.SetComp | ast.DictComp
+)
+
 _NO_LITERAL = object()
 # Constants whose `repr` is no literal: the ellipsis, and infinity, which is written as 1e999.
 _WITHOUT_LITERAL_REPR = (Ellipsis, math.inf, complex(0, math.inf))
@@ -269,7 +274,7 @@ def _instrument_test(
             number=number,
             constants={**module_constants, **local_constants},
             parameters=set(parameters),
-            kept_names=compared_names - set(parameters) - set(local_constants),
+            compared_names=compared_names - set(parameters) - set(local_constants),
             trusted_names=trusted_names,
         )
         function.body = rewriter.rewrite(function)
@@ -317,7 +322,7 @@ class _TestRewriter:
         number: int,
         constants: Mapping[str, Any],
         parameters: set[str],
-        kept_names: set[str],
+        compared_names: set[str],
         trusted_names: set[str],
     ) -> None:
         """Initialize a rewriter.
@@ -328,7 +333,8 @@ class _TestRewriter:
             constants: values of names that are bound to a literal. A comparison with such a name is
                 treated like one with the literal.
             parameters: parameters of the function whose values can be withheld.
-            kept_names: names whose values are remembered when they are bound (see `KEEP`).
+            compared_names: names that are bound once and only compared. The value of such a name is
+                remembered (see `KEEP`) if it is a list, tuple, set or dictionary that is written out.
             trusted_names: names whose values cannot come from the repository.
         """
         self.sites: dict[int, Site] = {}
@@ -337,15 +343,13 @@ class _TestRewriter:
         self._first_site = first_site
         self._constants = constants
         self._parameters = parameters
-        self._kept_names = kept_names
+        self._compared_names = compared_names
+        self._remembered_names: set[str] = set()
         self._trusted_names = trusted_names
 
     def rewrite(self, function: _Function) -> list[ast.stmt]:
         """Return the rewritten body of a function, which reports its end."""
         body = self._rewrite_block(function.body, is_required=True)
-        for argument in function.args.args:
-            if argument.arg in self._kept_names:
-                body.insert(0, self._keep_call(argument.arg))
         if isinstance(body[-1], ast.Return):
             return body  # the end is reported before every `return`
         return [*body, self._end_call()]
@@ -370,8 +374,9 @@ class _TestRewriter:
                 return [self._end_call(), statement]
             case ast.Assert():
                 return self._rewrite_assert(statement, is_required)
-            case ast.Assign(targets=[ast.Name(id=name)]) if name in self._kept_names:
-                return [statement, self._keep_call(name)]
+            case ast.Assign(targets=[ast.Name(id=name)]) if self._can_remember(name, statement):
+                self._remembered_names.add(name)
+                return [statement, _keep_call(name)]
             case ast.Expr(value=ast.Call() as call):
                 return [self._rewrite_call(call, is_required) or statement]
             case ast.With() | ast.AsyncWith() if _may_leave_context(statement):
@@ -381,9 +386,6 @@ class _TestRewriter:
             case ast.For():
                 is_entered = is_required and _is_literal_sequence(statement.iter)
                 statement.body = self._rewrite_block(statement.body, is_entered)
-                for node in ast.walk(statement.target):
-                    if isinstance(node, ast.Name) and node.id in self._kept_names:
-                        statement.body.insert(0, self._keep_call(node.id))
                 statement.orelse = self._rewrite_block(statement.orelse, False)
             case ast.If() | ast.While() | ast.AsyncFor():
                 if isinstance(statement, ast.If):
@@ -516,14 +518,18 @@ class _TestRewriter:
         """
         origins: list[ast.expr] = []
         for operand in (left, right):
-            if isinstance(operand, ast.Name) and operand.id in self._kept_names:
+            if isinstance(operand, ast.Name) and operand.id in self._remembered_names:
                 origins.append(ast.Constant(operand.id))
             else:
                 origins.append(ast.Constant(True if self._is_trusted(operand) else None))
         return origins
 
-    def _keep_call(self, name: str) -> ast.stmt:
-        return ast.Expr(_call(KEEP, ast.Constant(name), ast.Name(name, ast.Load())))
+    def _can_remember(self, name: str, assignment: ast.Assign) -> bool:
+        """Return True if only an attack changes the value of a name before its comparison.
+
+        Other objects, such as a fixture's list of calls, may change because the tested code runs.
+        """
+        return name in self._compared_names and isinstance(assignment.value, _NEW_CONTAINERS)
 
     def _withhold(
         self, comparison: Comparison, left: ast.expr, right: ast.expr, is_required: bool
@@ -633,6 +639,10 @@ class _ComparisonGuard(ast.NodeTransformer):
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(function, ast.Load()), [*arguments], [])
+
+
+def _keep_call(name: str) -> ast.stmt:
+    return ast.Expr(_call(KEEP, ast.Constant(name), ast.Name(name, ast.Load())))
 
 
 def _called_name(call: ast.Call) -> str:

@@ -108,14 +108,31 @@ def test_a_conjunction_and_a_negation_are_withheld_too() -> None:
 
 
 def test_a_computed_value_is_remembered_until_it_is_compared() -> None:
-    file = instrumented("expected = compute()\nassert f(1) == expected")
+    file = instrumented("expected = [compute()]\nassert f(1) == expected")
     assert "__keep__('expected', expected)" in file.source
     assert f"__compare__({FIRST_NUMBER}, '==', f(1), expected, None, 'expected')" in file.source
 
 
 def test_a_value_that_the_test_changes_is_not_remembered() -> None:
-    file = instrumented("expected = compute()\nexpected.sort()\nassert f(1) == expected")
+    file = instrumented("expected = [compute()]\nexpected.sort()\nassert f(1) == expected")
     assert "__keep__" not in file.source
+
+
+def test_a_value_that_the_tested_code_may_change_is_not_remembered() -> None:
+    file = instrumented("events = listen()\nf(1)\nassert events == g(2)")
+    assert "__keep__" not in file.source
+    file = instrument("def test_one(calls):\n    f(1)\n    assert calls == [g(2)]\n")
+    assert "__keep__" not in file.source
+
+
+def test_a_name_is_compared_only_with_the_value_that_its_own_test_remembers() -> None:
+    source = (
+        "def test_one():\n    body = [g(1)]\n    assert f(1) == body\n"
+        "def test_two():\n    status, body = f(2)\n    assert body == g(2)\n"
+    )
+    file = instrument(source)
+    assert file.source.count("__keep__('body', body)") == 1
+    assert f"__compare__({FIRST_NUMBER + 1}, '==', body, g(2), None, None)" in file.source
 
 
 def test_an_operand_of_pytest_is_trusted() -> None:

@@ -366,6 +366,26 @@ CLASS = (
     "        return isinstance(other, Number) and self.value == other.value\n"
     "    def __hash__(self): return hash(self.value)\n"
 )
+CHANGED_VALUES = """
+import pytest
+
+def test_list():
+    seen = [sum([2, 3])]
+    assert [add(2, 3)] == seen
+
+def test_other_list_of_that_name():
+    rest, seen = 1, [add(3, 4)]
+    assert seen == [sum([3, 4])]
+
+@pytest.fixture
+def seen():
+    calc.SEEN.clear()
+    return calc.SEEN
+
+def test_fixture(seen):
+    add(2, 3)
+    assert seen == [sum([2, 3])]
+"""
 # Body, lines at the top of the module, hidden test.
 REPAIRS = {
     "repairs": ("return a + b", "", LITERAL),
@@ -436,6 +456,11 @@ REPAIRS = {
         "signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\n",
         HIDDEN_TESTS,
     ),
+    "changes values of the tests": (
+        "SEEN.append(a + b)\nreturn a + b",
+        "SEEN = []\n",
+        CHANGED_VALUES,
+    ),
     "is tested with a fixture and a monkeypatch": (
         "import os\nreturn a + b + int(os.environ.get('EXTRA', '0'))",
         "",
@@ -449,7 +474,11 @@ REPAIRS = {
 @pytest.mark.parametrize("repair", REPAIRS)
 def test_an_honest_repair_is_rewarded(repair: str, box: Sandbox, tmp_path: Path) -> None:
     body, top, hidden_test = REPAIRS[repair]
-    names = {HIDDEN_TESTS: NAMES, PARAMETERS: ("test_new[2-3-5]", "test_new[4-5-9]")}
+    names = {
+        HIDDEN_TESTS: NAMES,
+        PARAMETERS: ("test_new[2-3-5]", "test_new[4-5-9]"),
+        CHANGED_VALUES: ("test_list", "test_other_list_of_that_name", "test_fixture"),
+    }
     step = play_patch(
         box, tmp_path, patch_of_add(body, top), hidden_test, names.get(hidden_test, ("test_new",))
     )
