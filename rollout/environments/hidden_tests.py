@@ -23,7 +23,7 @@ CHECK = "__check__"  # (site, value, parameter or None): report a value
 # to the site if the comparison is true
 COMPARE = "__compare__"
 OPERANDS = "__operands__"  # likewise for assertEqual, whose first two arguments it returns
-GUARD = "__guard__"  # (value, ...): return the values, or others if one claims to equal everything
+GUARD = "__guard__"  # (value): return the value, or another one if it claims to equal everything
 KEEP = "__keep__"  # (name, value): remember a value that must not change before its comparison
 END = "__end__"  # (number of the test function): report that the test has reached its end
 WITHHELD = "__withheld__"  # (number): stand for a withheld value among a test's parameters
@@ -70,6 +70,8 @@ _COMPARING_METHODS: dict[str, Comparison] = {
     "assertGreater": ">",
     "assertGreaterEqual": ">=",
 }
+# Beginnings of the names of methods that check the calls of a mock.
+_MOCK_METHODS = ("assert_any_", "assert_awaited", "assert_called", "assert_has_")
 _TRUTH_METHODS = ("assertTrue", "assertFalse")
 _METHODS_WITH_NONE: dict[str, Comparison] = {"assertIsNone": "is", "assertIsNotNone": "is not"}
 # A `with` statement that calls one of these may leave its block early in a test that passes.
@@ -453,7 +455,9 @@ class _TestRewriter:
         A comparison with a stated value becomes a report. Without a stated value, a call that checks
         equality stays, with operands that are also compared by `__operands__`: the call checks types
         too, as `assertListEqual` does, or uses the equality that the test case defines for a type.
-        Other comparisons without a stated value become assertions.
+        Other comparisons without a stated value become assertions. In an argument of assertTrue or
+        assertFalse that is not itself a comparison, comparisons are guarded (see `_guard_comparisons`).
+        The first two arguments of other methods, except those of mocks, are guarded by `__guard__`.
 
         Returns:
             Statement in place of the call; None if the call stays, perhaps with other arguments.
@@ -480,7 +484,9 @@ class _TestRewriter:
         left, right, *others = call.args
         comparison = _COMPARING_METHODS.get(method)
         if comparison is None:
-            call.args = [ast.Starred(_call(GUARD, left, right), ast.Load()), *others]
+            # Arguments of a mock's methods may rightly equal everything, as mock.ANY does.
+            if not method.startswith(_MOCK_METHODS):
+                call.args = [self._guard_operand(left), self._guard_operand(right), *others]
             return None
 
         check = self._withhold(comparison, left, right, is_required)
@@ -503,6 +509,10 @@ class _TestRewriter:
         """
         guarded: ast.expr = _ComparisonGuard(self._compare_call).visit(expression)
         return guarded
+
+    def _guard_operand(self, operand: ast.expr) -> ast.expr:
+        """Return an operand with a guard against a value that claims to equal everything."""
+        return operand if self._is_trusted(operand) else _call(GUARD, operand)
 
     def _compare_call(
         self, site: ast.expr, comparison: Comparison, left: ast.expr, right: ast.expr

@@ -631,11 +631,9 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
             send(("site", site, -1, "=True"))  # no withheld value; the text of True
         return left, right
 
-    def guard(*values: object) -> tuple[object, ...]:
-        """Return the values, or different numbers if one of them claims to equal everything."""
-        if any(_equals_everything(value) for value in values):
-            return tuple(range(len(values)))
-        return values
+    def guard(value: object) -> object:
+        """Return the value, or a plain object if the value claims to equal everything."""
+        return object() if _equals_everything(value) else value
 
     def end(number: int) -> None:
         """Report that a test function has reached its end."""

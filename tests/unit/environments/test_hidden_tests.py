@@ -142,6 +142,15 @@ def test_an_operand_of_pytest_is_trusted() -> None:
     assert "mock.ANY, None, True)" in file.source
 
 
+def test_operands_that_may_equal_everything_are_not_guarded() -> None:
+    header = "from unittest import mock\nANY = mock.ANY\n"
+    file = instrumented("callback.assert_called_once_with(ANY, f(1))", header)
+    assert "callback.assert_called_once_with(ANY, f(1))" in file.source
+    file = instrumented("self.assert_logged(mock.ANY, f(1))\nself.assert_near(f(2), g(3))", header)
+    assert "self.assert_logged(mock.ANY, __guard__(f(1)))" in file.source
+    assert "self.assert_near(__guard__(f(2)), __guard__(g(3)))" in file.source
+
+
 def test_an_assertion_that_must_fail_is_left_as_it_is() -> None:
     body = "with pytest.raises(AssertionError):\n    assert f(1) == 577"
     file = instrumented(body)

@@ -299,10 +299,14 @@ class TestNew(unittest.TestCase):
 
     def test_less(self):
         self.assertLess(sum([4]), add(2, 3))
+
+    def test_near(self):
+        self.assertAlmostEqual(add(2, 3), sum([2, 3]))
 """
 COMPARES_WITH_EVERYTHING = """
 class Yes:
     def __contains__(self, item): return True
+    def __eq__(self, other): return True
     def __gt__(self, other): return True
 """
 
@@ -310,7 +314,7 @@ class Yes:
 def test_an_object_that_compares_with_everything_fails_methods_of_unittest(
     box: Sandbox, tmp_path: Path
 ) -> None:
-    names = ("TestNew::test_in", "TestNew::test_less")
+    names = ("TestNew::test_in", "TestNew::test_less", "TestNew::test_near")
     assert play_patch(box, tmp_path, patch_of_add("return a + b"), UNITTEST, names).reward == 1.0
     attack = patch_of_add("return Yes()", COMPARES_WITH_EVERYTHING)
     step = play_patch(box, tmp_path, attack, UNITTEST, names)
