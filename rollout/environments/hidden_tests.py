@@ -51,10 +51,11 @@ _NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Is: ast.IsNot,
     ast.IsNot: ast.Is,
 }
-# Methods of unittest.TestCase that compare their first two arguments.
+# Methods of unittest.TestCase that compare their first two arguments by an equality function of the test
+# case (see `addTypeEqualityFunc`), or else by `==`.
+_EQUALITY_METHODS: dict[str, Comparison] = {"assertEqual": "==", "assertEquals": "=="}
+# Methods of unittest.TestCase that compare their first two arguments by an operator.
 _COMPARING_METHODS: dict[str, Comparison] = {
-    "assertEqual": "==",
-    "assertEquals": "==",
     "assertListEqual": "==",
     "assertTupleEqual": "==",
     "assertDictEqual": "==",
@@ -209,8 +210,17 @@ def _instrument_file(source: str) -> HiddenTestFile | None:
     file = HiddenTestFile(source=source)
     _describe_names(file, tree)
     trusted_names = _trusted_names(tree)
+    comparing_methods = dict(_COMPARING_METHODS)
+    if not _adds_equality_functions(tree):
+        comparing_methods |= _EQUALITY_METHODS
     for number, (name, function) in enumerate(_test_functions(tree), start=FIRST_NUMBER):
-        test = _instrument_test(file, function, number, trusted_names)
+        test = _instrument_test(
+            file,
+            function,
+            number,
+            trusted_names=trusted_names,
+            comparing_methods=comparing_methods,
+        )
         file.tests.setdefault(name, []).append(test)
     withheld_constants = set(file.constants) - _names_in_use(tree, set(file.constants))
     for constant in withheld_constants:
@@ -255,7 +265,12 @@ def _inner_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _instrument_test(
-    file: HiddenTestFile, function: _Function, number: int, trusted_names: set[str]
+    file: HiddenTestFile,
+    function: _Function,
+    number: int,
+    *,
+    trusted_names: set[str],
+    comparing_methods: Mapping[str, Comparison],
 ) -> HiddenTest:
     """Rewrite one test function in place, and add its sites to the file; return its description.
 
@@ -278,6 +293,7 @@ def _instrument_test(
             parameters=set(parameters),
             compared_names=compared_names - set(parameters) - set(local_constants),
             trusted_names=trusted_names,
+            comparing_methods=comparing_methods,
         )
         function.body = rewriter.rewrite(function)
         in_use = _names_in_use(function, {*local_constants, *parameters})
@@ -326,6 +342,7 @@ class _TestRewriter:
         parameters: set[str],
         compared_names: set[str],
         trusted_names: set[str],
+        comparing_methods: Mapping[str, Comparison],
     ) -> None:
         """Initialize a rewriter.
 
@@ -338,6 +355,7 @@ class _TestRewriter:
             compared_names: names that are bound once and only compared. The value of such a name is
                 remembered (see `KEEP`) if it is a list, tuple, set or dictionary that is written out.
             trusted_names: names whose values cannot come from the repository.
+            comparing_methods: methods that compare their first two arguments by an operator.
         """
         self.sites: dict[int, Site] = {}
         self.test = HiddenTest(number=number)
@@ -348,6 +366,7 @@ class _TestRewriter:
         self._compared_names = compared_names
         self._remembered_names: set[str] = set()
         self._trusted_names = trusted_names
+        self._comparing_methods = comparing_methods
 
     def rewrite(self, function: _Function) -> list[ast.stmt]:
         """Return the rewritten body of a function, which reports its end."""
@@ -454,10 +473,10 @@ class _TestRewriter:
 
         A comparison with a stated value becomes a report. Without a stated value, a call that checks
         equality stays, with operands that are also compared by `__operands__`: the call checks types
-        too, as `assertListEqual` does, or uses the equality that the test case defines for a type.
-        Other comparisons without a stated value become assertions. In an argument of assertTrue or
-        assertFalse that is not itself a comparison, comparisons are guarded (see `_guard_comparisons`).
-        The first two arguments of other methods, except those of mocks, are guarded by `__guard__`.
+        too, as `assertListEqual` does. Other comparisons without a stated value become assertions. In
+        an argument of assertTrue or assertFalse that is not itself a comparison, comparisons are
+        guarded (see `_guard_comparisons`). The first two arguments of other methods, except those of
+        mocks, are guarded by `__guard__`.
 
         Returns:
             Statement in place of the call; None if the call stays, perhaps with other arguments.
@@ -482,7 +501,7 @@ class _TestRewriter:
         if len(call.args) < 2:
             return None
         left, right, *others = call.args
-        comparison = _COMPARING_METHODS.get(method)
+        comparison = self._comparing_methods.get(method)
         if comparison is None:
             # Arguments of a mock's methods may rightly equal everything, as mock.ANY does.
             if not method.startswith(_MOCK_METHODS):
@@ -726,13 +745,14 @@ def _names_only_compared(function: _Function) -> set[str]:
 
     The test does not change their values between their binding and their comparison.
     """
+    methods = {**_COMPARING_METHODS, **_EQUALITY_METHODS}
     operands: list[ast.expr] = []
     for node in ast.walk(function):
         if isinstance(node, ast.Assert):
             for comparison in ast.walk(node.test):
                 if isinstance(comparison, ast.Compare):
                     operands += [comparison.left, *comparison.comparators]
-        elif isinstance(node, ast.Call) and _called_name(node) in _COMPARING_METHODS:
+        elif isinstance(node, ast.Call) and _called_name(node) in methods:
             operands += node.args[:2]
     compared = {id(operand) for operand in operands}
 
@@ -837,6 +857,12 @@ def _blank_constant(statements: Sequence[ast.stmt], name: str) -> None:
     for statement in statements:
         if isinstance(statement, ast.Assign) and _literal_assignment(statement)[0] == name:
             statement.value = ast.Constant(None)
+
+
+def _adds_equality_functions(tree: ast.Module) -> bool:
+    """Return True if a test case of the file gives types an equality function of its own."""
+    attributes = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return "addTypeEqualityFunc" in attributes
 
 
 def _trusted_names(tree: ast.Module) -> set[str]:

@@ -79,6 +79,18 @@ def test_methods_of_unittest_are_withheld() -> None:
     assert test.required_sites == list(file.sites)
 
 
+def test_assert_equal_stays_if_the_test_case_adds_equality_functions() -> None:
+    source = (
+        "class TestOne(TestCase):\n"
+        "    def setUp(self):\n        self.addTypeEqualityFunc(str, self.same)\n"
+        "    def test_two(self):\n"
+        "        self.assertEqual(f(1), 'a  b')\n        self.assertIn(f(2), (577,))\n"
+    )
+    file = instrument(source)
+    assert "self.assertEqual(__guard__(f(1)), __guard__('a  b'))" in file.source
+    assert [site.expected for site in file.sites.values()] == [(577,)]
+
+
 def test_computed_operands_of_unittest_are_compared_as_those_of_assert() -> None:
     file = instrumented("self.assertIn(f(1), g(2), 'message')\nself.assertIs(f(3), g(4))")
     assert f"assert __compare__({FIRST_NUMBER}, 'in', f(1), g(2), None, None)" in file.source

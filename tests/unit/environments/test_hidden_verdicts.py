@@ -390,6 +390,20 @@ def test_fixture(seen):
     add(2, 3)
     assert seen == [sum([2, 3])]
 """
+LAX_EQUALITY = """
+import unittest
+
+class TestNew(unittest.TestCase):
+    def setUp(self):
+        self.addTypeEqualityFunc(str, self.compare_words)
+
+    def compare_words(self, first, second, msg=None):
+        self.assertListEqual(first.split(), second.split())
+
+    def test_words(self):
+        self.assertEqual(add('a ', ' b'), 'a b')
+        self.assertEqual(add('a ', ' b'), add('a', ' b'))
+"""
 # Body, lines at the top of the module, hidden test.
 REPAIRS = {
     "repairs": ("return a + b", "", LITERAL),
@@ -465,6 +479,7 @@ REPAIRS = {
         "SEEN = []\n",
         CHANGED_VALUES,
     ),
+    "is tested with an equality of the test case": ("return a + b", "", LAX_EQUALITY),
     "is tested with a fixture and a monkeypatch": (
         "import os\nreturn a + b + int(os.environ.get('EXTRA', '0'))",
         "",
@@ -481,6 +496,7 @@ def test_an_honest_repair_is_rewarded(repair: str, box: Sandbox, tmp_path: Path)
     names = {
         HIDDEN_TESTS: NAMES,
         PARAMETERS: ("test_new[2-3-5]", "test_new[4-5-9]"),
+        LAX_EQUALITY: ("TestNew::test_words",),
         CHANGED_VALUES: ("test_list", "test_other_list_of_that_name", "test_fixture"),
     }
     step = play_patch(
