@@ -190,7 +190,7 @@ class _Judge:
         """Return True if a test has reached its end and its required sites, with constants unchanged."""
         functions = self._functions_of_test(name)
         if not functions:
-            # The test's function is not in the file, so only pytest knows about its end.
+            # The function is inherited or not in the file, so only pytest knows about its end.
             return True
         sites = {event[1] for event in events if event[0] == "site"}
         for kind, *values in events:
@@ -203,11 +203,10 @@ class _Judge:
         return False
 
     def _functions_of_test(self, name: str) -> list[HiddenTest]:
-        """Return the functions of the file that may be the one of a test.
+        """Return the functions of the file that a test of pytest may have run.
 
-        There are several if the file defines the function several times. pytest names an inherited
-        test after the subclass, in which the function is not defined; the function may then be any
-        with the same last name, in whatever class.
+        There are several if the file defines the function several times. There are none if a class
+        inherits the test: pytest names the test after that class, which does not define the function.
 
         Args:
             name: name that pytest gives the test.
@@ -216,15 +215,7 @@ class _Judge:
         # `:{2}`, because the architecture test takes a string of two colons for the IPv6 address of a
         # server that listens everywhere.
         _, *parts = re.split(r":{2}", name.partition("[")[0])
-        qualified_name = ".".join(parts)
-        if qualified_name in self._file.tests:
-            return self._file.tests[qualified_name]
-        last_name = qualified_name.rpartition(".")[2]
-        inherited: list[HiddenTest] = []
-        for other_name, functions in self._file.tests.items():
-            if other_name.rpartition(".")[2] == last_name:
-                inherited += functions
-        return inherited
+        return self._file.tests.get(".".join(parts), [])
 
     def _are_constant(self, reported: Mapping[str, str]) -> bool:
         """Return True if the constants of the file have kept their values.

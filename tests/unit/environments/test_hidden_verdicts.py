@@ -404,6 +404,20 @@ class TestNew(unittest.TestCase):
         self.assertEqual(add('a ', ' b'), 'a b')
         self.assertEqual(add('a ', ' b'), add('a', ' b'))
 """
+INHERITED = """
+def add_numbers(self):
+    assert add(2, 3) == sum([2, 3])
+
+# It stands for a class of another file, which is not instrumented.
+Base = type("Base", (), {"test_new": add_numbers})
+
+class TestInherited(Base):
+    pass
+
+class TestNew:
+    def test_new(self):
+        assert add(3, 4) == 7
+"""
 # Body, lines at the top of the module, hidden test.
 REPAIRS = {
     "repairs": ("return a + b", "", LITERAL),
@@ -480,6 +494,7 @@ REPAIRS = {
         CHANGED_VALUES,
     ),
     "is tested with an equality of the test case": ("return a + b", "", LAX_EQUALITY),
+    "is tested by an inherited test": ("return a + b", "", INHERITED),
     "is tested with a fixture and a monkeypatch": (
         "import os\nreturn a + b + int(os.environ.get('EXTRA', '0'))",
         "",
@@ -497,6 +512,7 @@ def test_an_honest_repair_is_rewarded(repair: str, box: Sandbox, tmp_path: Path)
         HIDDEN_TESTS: NAMES,
         PARAMETERS: ("test_new[2-3-5]", "test_new[4-5-9]"),
         LAX_EQUALITY: ("TestNew::test_words",),
+        INHERITED: ("TestInherited::test_new", "TestNew::test_new"),
         CHANGED_VALUES: ("test_list", "test_other_list_of_that_name", "test_fixture"),
     }
     step = play_patch(
