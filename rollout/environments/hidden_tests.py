@@ -910,8 +910,7 @@ def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
             continue
         # If two parameter sets have the same id, pytest appends numbers to their ids. `_test_id` does
         # not know these numbers, so such a list is left as it is.
-        set_ids = {_parameter_set_id(value_set) for value_set in value_sets.elts}
-        if len(set_ids) < len(value_sets.elts):
+        if not _have_different_ids(value_sets.elts):
             continue
         for index, name in enumerate(names):
             slots = _parameter_slots(value_sets.elts, index, is_only_parameter=len(names) == 1)
@@ -941,19 +940,31 @@ def _parameter_slots(
     return slots
 
 
-def _parameter_set_id(node: ast.expr) -> str:
-    """Return a text that is the same for parameter sets to which pytest gives the same id.
+def _have_different_ids(value_sets: list[ast.expr]) -> bool:
+    """Return True if pytest surely gives all parameter sets different ids.
 
-    Values that are not literals all have the same text, so sets that differ only in them count as
-    equal too.
+    The id of a value that is not a literal is unknown: that of the class `int` is "int". At a position
+    with such a value, all values count as equal.
     """
-    elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    texts = []
-    for element in elements:
-        value = _literal(element)
-        # pytest gives b"abc" the same id as "abc".
-        texts.append(value.decode("latin-1") if isinstance(value, bytes) else str(value))
-    return "-".join(texts)
+    unknown_positions: set[int] = set()
+    text_sets: list[list[str]] = []
+    for value_set in value_sets:
+        elements = value_set.elts if isinstance(value_set, ast.List | ast.Tuple) else [value_set]
+        texts = []
+        for position, element in enumerate(elements):
+            value = _literal(element)
+            if value is _NO_LITERAL:
+                unknown_positions.add(position)
+            # pytest gives b"abc" the same id as "abc".
+            texts.append(value.decode("latin-1") if isinstance(value, bytes) else str(value))
+        text_sets.append(texts)
+
+    ids = set()
+    for texts in text_sets:
+        for position in unknown_positions.intersection(range(len(texts))):
+            texts[position] = ""
+        ids.add("-".join(texts))
+    return len(ids) == len(value_sets)
 
 
 def _parameter_names(node: ast.expr) -> list[str]:

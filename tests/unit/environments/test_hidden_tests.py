@@ -65,6 +65,16 @@ def test_bytes_and_text_that_pytest_gives_one_id_are_not_withheld() -> None:
     assert instrument(source).withheld == {}
 
 
+def test_a_class_and_its_name_that_pytest_gives_one_id_are_not_withheld() -> None:
+    # pytest names these tests test_one[int-577_0] and test_one[int-577_1].
+    source = (
+        "@pytest.mark.parametrize('kind, expected', [('int', 577), (int, 577)])\n"
+        "def test_one(kind, expected):\n    assert f(kind) == expected\n"
+    )
+    assert instrument(source).withheld == {}
+    assert len(instrument(source.replace("(int, 577)", "(int, 578)")).withheld) == 2
+
+
 def test_methods_of_unittest_are_withheld() -> None:
     source = (
         "class TestOne(TestCase):\n    def test_two(self):\n"
