@@ -123,7 +123,7 @@ class TasksetEnvironment:
 
         Raises:
             RuntimeError: the episode failed.
-            ValueError: the trained agents do not all have the same reward.
+            ValueError: no trained agent took part, or the trained agents have different rewards.
         """
         v1 = importlib.import_module("verifiers.v1")
         clients = importlib.import_module("verifiers.v1.clients")
@@ -136,23 +136,43 @@ class TasksetEnvironment:
         async with self.env.serving():
             [slot] = self.env.slots(task)
             episode = await self.env.run_slot(slot, context)
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        errors = list(episode.errors)
+        for trace in episode.traces:
+            errors += trace.errors
         if errors:
             raise RuntimeError(f"the episode failed: {errors[0].type}: {errors[0].message}")
 
-        traces = [trace for trace in episode.traces if trace.agent.trainable]
-        rewards = {trace.reward for trace in traces}
-        if len(rewards) != 1:
-            raise ValueError(
-                "verifiers: the trained agents of an episode have different rewards "
-                f"({', '.join(f'{trace.agent.name}: {trace.reward:g}' for trace in traces)}); "
-                "here a team has one reward"
-            )
-        metrics: dict[str, Any] = {}
-        for trace in traces:
-            metrics |= {name: reward.score for name, reward in trace.rewards.items() if reward}
-            metrics |= trace.metrics
-        return {"reward": rewards.pop(), "metrics": metrics}
+        return team_result([trace for trace in episode.traces if trace.agent.trainable])
+
+
+def team_result(traces: list[Any]) -> dict[str, Any]:
+    """Return the reward and the metrics of a team's episode.
+
+    Args:
+        traces: traces of the trained agents.
+
+    Raises:
+        ValueError: there are no traces, or their rewards differ.
+    """
+    if not traces:
+        raise ValueError(
+            "verifiers: no trained agent took part in an episode; here the team's reward is that of "
+            "the trained agents"
+        )
+    team_rewards = {trace.reward for trace in traces}
+    if len(team_rewards) != 1:
+        raise ValueError(
+            "verifiers: the trained agents of an episode have different rewards "
+            f"({', '.join(f'{trace.agent.name}: {trace.reward:g}' for trace in traces)}); "
+            "here a team has one reward"
+        )
+    metrics: dict[str, Any] = {}
+    for trace in traces:
+        for name, component in trace.rewards.items():
+            if component:
+                metrics[name] = component.score
+        metrics |= trace.metrics
+    return {"reward": team_rewards.pop(), "metrics": metrics}
 
 
 def load_environment(env_id: str, options: Mapping[str, Any]) -> Any:

@@ -7,12 +7,14 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout.base.errors import EnvError
 from rollout.environments.verifiers import PROGRAM, VerifiersEnv, run_episode
+from rollout.environments.verifiers_worker import team_result
 from rollout.orchestras.program import ProgramRules
 from rollout.records.trajectory import Status, Task, Trajectory
 from rollout.tasks.generators import GENERATORS
@@ -90,6 +92,21 @@ def test_episodes_take_turns_among_the_workers() -> None:
 
     processes = [json.loads(result)["metrics"]["process"] for result in asyncio.run(play_three())]
     assert processes[0] == processes[2] != processes[1]
+
+
+def trace(name: str, reward: float) -> SimpleNamespace:
+    """Return the trace of an agent in an episode of verifiers 0.4."""
+    agent = SimpleNamespace(name=name)
+    return SimpleNamespace(agent=agent, reward=reward, rewards={}, metrics={name: 1.0})
+
+
+def test_the_trained_agents_of_an_episode_have_one_reward() -> None:
+    traces = [trace("a", 0.5), trace("b", 0.5)]
+    assert team_result(traces) == {"reward": 0.5, "metrics": {"a": 1.0, "b": 1.0}}
+    with pytest.raises(ValueError, match=r"have different rewards \(a: 0\.5, b: 1\)"):
+        team_result([trace("a", 0.5), trace("b", 1.0)])
+    with pytest.raises(ValueError, match="no trained agent took part in an episode"):
+        team_result([])
 
 
 def test_rows_are_split_by_their_content() -> None:
