@@ -184,13 +184,15 @@ class WorkerProcess:
 
     async def _serve(self) -> None:
         """Start the process and read its replies until it ends; end it if this is cancelled."""
-        with TemporaryFile() as errors:
+        with TemporaryFile() as stderr_file:
             try:
-                await self._start(errors)
+                await self._start(stderr_file)
                 self._started.set()
                 await self._read_replies()
             except OSError as error:
                 self.error = f"'{self._command[0]}' cannot be started: {error}"
+            except ValueError as error:
+                self.error = f"the worker process sent a reply that cannot be read: {error}"
             except asyncio.CancelledError:
                 await self._stop()
                 raise
@@ -198,24 +200,30 @@ class WorkerProcess:
                 self._kill()
                 if self._process is not None:
                     await self._process.wait()
-                errors.seek(0)
-                self.error = self.error or f"the worker process ended: {last_line(errors.read())}"
-                self._started.set()  # requests that wait for a start that failed raise its error
+                stderr_file.seek(0)
+                stderr = stderr_file.read()
+                self.error = self.error or f"the worker process ended: {last_line(stderr)}"
+                # If the start failed, the requests that wait for it raise the error.
+                self._started.set()
                 self._fail_requests()
 
-    async def _start(self, errors: IO[bytes]) -> None:
+    async def _start(self, stderr_file: IO[bytes]) -> None:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
+            stderr=stderr_file,
             limit=_MAX_REPLY_BYTES,
             start_new_session=True,
             preexec_fn=partial(die_with_parent, SIGKILL, os.getpid()),
         )
 
     async def _read_replies(self) -> None:
-        """Hand each reply to the call that waits for it, until the process closes its output."""
+        """Hand each reply to the call that waits for it, until the process closes its output.
+
+        Raises:
+            ValueError: a reply is longer than `_MAX_REPLY_BYTES`, or is not JSON.
+        """
         assert self._process is not None and self._process.stdout is not None
         while line := await self._process.stdout.readline():
             reply = json.loads(line)

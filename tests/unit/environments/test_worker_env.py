@@ -270,6 +270,17 @@ def test_a_step_that_goes_on_though_cancelled_ends_with_its_worker(
     run(scenario)
 
 
+def test_a_reply_that_is_too_long_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_MAX_REPLY_BYTES", 1000)
+
+    async def scenario(make: Callable[[], Any]) -> None:
+        env = await opened(make)
+        with pytest.raises(EnvError, match="the worker process sent a reply that cannot be read: "):
+            await env.step(f"answer {'x' * 5000}")
+
+    run(scenario)
+
+
 @pytest.mark.slow
 def test_workers_serve_until_the_event_loop_ends() -> None:
     async def scenario(make: Callable[[], Any]) -> list[int]:
