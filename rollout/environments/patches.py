@@ -54,7 +54,7 @@ def parse_patch(text: str) -> list[Edit]:
 
     Raises:
         BadPatch: the text has no edit, a path is refused (see `_repository_path`), or a hunk has no
-            file.
+            file or no line numbers.
     """
     text = after_thought(text)
     edits = []
@@ -175,7 +175,7 @@ def _parse_diff(text: str) -> list[Edit]:
     empty row is an empty line of context.
 
     Raises:
-        BadPatch: a path is refused, or a hunk has no file.
+        BadPatch: a path is refused, or a hunk has no file or no line numbers.
     """
     edits: list[Edit] = []
     path = ""
@@ -185,8 +185,8 @@ def _parse_diff(text: str) -> list[Edit]:
     for index, row in enumerate(rows):
         in_hunk = line is not None
         names_file = _names_file(rows, index, in_hunk)
-        has_sign = not row or row[0] in "+- \\"
-        if in_hunk and has_sign and not names_file:
+        continues_hunk = not row or row[0] in "+- \\"
+        if in_hunk and continues_hunk and not names_file:
             if not row.startswith("\\"):  # "\ No newline at end of file" is no line
                 hunk.append(row or " ")
             continue
@@ -199,6 +199,10 @@ def _parse_diff(text: str) -> list[Edit]:
             if not path:
                 raise BadPatch("A hunk of the diff comes before the line +++ that names its file.")
             line = int(header.group(1))
+        elif row.startswith("@@") and path:
+            raise BadPatch(
+                f"The hunk header {row!r} has no line numbers; write it as '@@ -12,3 +12,4 @@'."
+            )
         elif names_file:
             name = row[4:].split("\t")[0].strip()
             # `--- /dev/null` creates a file and `+++ /dev/null` removes one; the other row names it.

@@ -113,6 +113,10 @@ def test_changed_lines_that_look_like_names_of_files_are_part_of_a_hunk() -> Non
         (BLOCK.replace("pkg/a.py", "/etc/passwd"), "/etc/passwd is no path"),
         (BLOCK.replace("three\n", ""), r"pkg/a\.py is not empty"),
         ("@@ -1 +1 @@\n-one\n+1\n", "comes before the line"),
+        (
+            "--- a/b.txt\n+++ b/b.txt\n@@ -1 +1 @@\n-x\n+y\n@@ ... @@\n-c\n+d\n",
+            r"The hunk header '@@ \.\.\. @@' has no line numbers",
+        ),
     ],
 )
 def test_a_patch_that_does_not_fit_is_refused_with_the_reason(text: str, message: str) -> None:
