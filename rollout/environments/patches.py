@@ -207,7 +207,7 @@ def _parse_diff(text: str) -> list[Edit]:
             name = row[4:].split("\t")[0].strip()
             # `--- /dev/null` creates a file and `+++ /dev/null` removes one; the other row names it.
             if name != "/dev/null":
-                path = _repository_path(name)
+                path = _repository_path(re.sub(r"^[ab]/", "", name.strip('"')))
     edits += _edit_of_hunk(hunk, path, line)
     return edits
 
@@ -237,13 +237,13 @@ def _edit_of_hunk(hunk: Sequence[str], path: str, line: int | None) -> list[Edit
 
 
 def _repository_path(text: str) -> str:
-    """Return a path within the repository, without the prefixes a/ and b/ of diffs.
+    """Return the path within the repository that an edit names.
 
     Raises:
         BadPatch: the path is empty, absolute, too long or not printable, or leads out of the
             repository.
     """
-    name = re.sub(r"^[ab]/", "", text.strip().strip('"'))
+    name = text.strip().strip('"')
     path = PurePosixPath(name)
     leads_out = path.is_absolute() or ".." in path.parts
     if not name or leads_out or not name.isprintable() or len(name) > _MAX_PATH_CHARS:

@@ -46,6 +46,13 @@ def test_blocks_replace_lines_that_occur_once() -> None:
     assert patched(f"{BLOCK}\n\n{new}")["d.py"] == "pass\n"
 
 
+def test_only_diffs_have_prefixes_before_their_paths() -> None:
+    block = parse_patch("a/core.py\n<<<<<<< SEARCH\n=======\npass\n>>>>>>> REPLACE")
+    assert [edit.path for edit in block] == ["a/core.py"]
+    diff = parse_patch('--- /dev/null\n+++ "b/a/core.py"\n@@ -0,0 +1 @@\n+pass\n')
+    assert [edit.path for edit in diff] == ["a/core.py"]
+
+
 def test_files_keep_their_line_ends_and_form_feeds() -> None:
     files = {"a.py": "one\r\ntwo\r\n", "b.py": "\x0cone\ntwo\x0b\nthree\n"}
     first = parse_patch("a.py\n<<<<<<< SEARCH\ntwo\n=======\n2\n3\n>>>>>>> REPLACE")
