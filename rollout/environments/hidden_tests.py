@@ -164,9 +164,9 @@ class HiddenTestFile:
         tests: test functions by qualified name, such as `TestAdd.test_one`. A name has several if the
             file defines it several times, for example in both branches of an `if`.
         withheld: withheld values of parameters by number.
-        stable_names: module-level names that are bound once, and whose values no test is seen to
-            change (see `_names_that_may_change`). A test fails if such a value has changed when it
-            ends.
+        stable_names: module-level names that are bound once in the whole file, and whose values no
+            code of the file is seen to change (see `_names_that_may_change`). A test fails if such
+            a value has changed when it ends.
         constants: the stable names that are bound to a literal, with the values that they have in
             the instrumented source; a withheld value is None there.
         names: all names that the file may bind at module level; None if they are unknown.
@@ -521,10 +521,10 @@ class _TestRewriter:
         return self._rewrite_assert(ast.Assert(test), is_required)[0]
 
     def _guard_comparisons(self, expression: ast.expr) -> ast.expr:
-        """Return an expression with calls of `__compare__` for comparisons (see `_ComparisonGuard`).
+        """Return an expression with calls of `__compare__` in place of its comparisons.
 
-        `__compare__` counts equality, order and membership as false if an operand falsifies them, such
-        as by an `__eq__` that is always true.
+        `__compare__` counts equality, order and membership as false if an operand forges them, for
+        example by an `__eq__` that is always true (see `_ComparisonGuard`).
         """
         guarded: ast.expr = _ComparisonGuard(self._compare_call).visit(expression)
         return guarded
@@ -643,7 +643,7 @@ def _simplify(test: ast.expr) -> ast.expr:
 class _ComparisonGuard(ast.NodeTransformer):
     """Transformer that replaces each comparison of two operands by a call.
 
-    Comparisons by `is` and `is not` stay, because operands cannot falsify them. Chains such as
+    Comparisons by `is` and `is not` stay, because operands cannot forge them. Chains such as
     `a < b < c` stay, too.
     """
 

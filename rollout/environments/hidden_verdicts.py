@@ -293,7 +293,7 @@ class _Judge:
             except TypeError:
                 return False
         if text.startswith("!") and candidates is not None:
-            return _compares_rightly(site, text[1:].split(";"), candidates)
+            return _distinguishes_expected(site, text[1:].split(";"), candidates)
         # All that is known of the value is that it is not plain data. So it is not None, True or False,
         # which are the only values that tests compare by `is not`.
         return site.comparison == "is not"
@@ -309,11 +309,9 @@ class _Judge:
             return name
         parts = []
         for part in parameters.removesuffix("]").split("-"):
-            number = part.removeprefix("withheld")
-            has_prefix = part != number
-            if has_prefix and number.isdigit() and int(number) in self._file.withheld:
-                part = self._file.withheld[int(number)].test_id
-            parts.append(part)
+            match = re.fullmatch(r"withheld(\d+)", part)
+            withheld = self._file.withheld.get(int(match[1])) if match else None
+            parts.append(withheld.test_id if withheld is not None else part)
         return f"{function}[{'-'.join(parts)}]"
 
 
@@ -321,7 +319,7 @@ def _pytest_has_passed(events: Sequence[_Event]) -> bool:
     """Return True if pytest reports that a test has run and passed in all of its phases.
 
     A test with the mark `xfail` does not pass: if it fails, pytest reports that it was skipped; if it
-    succeeds, pytest reports that it has passed, but as an expected failure.
+    succeeds, pytest reports that it has passed, and marks the report as that of an `xfail`.
     """
     has_run = False
     for kind, *values in events:
@@ -333,7 +331,9 @@ def _pytest_has_passed(events: Sequence[_Event]) -> bool:
     return has_run
 
 
-def _compares_rightly(site: Site, true_operators: Sequence[str], candidates: Candidates) -> bool:
+def _distinguishes_expected(
+    site: Site, true_operators: Sequence[str], candidates: Candidates
+) -> bool:
     """Return True if a comparison with the expected value is true and distinguishes it from decoys.
 
     `==` may also be true for up to a quarter of the decoys. `in`, `<`, `<=`, `>` and `>=` must be
