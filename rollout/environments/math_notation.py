@@ -288,14 +288,17 @@ def _write_vulgar_fraction(match: re.Match[str]) -> str:
 
 
 def _rewrite_systems(text: str) -> str:
-    """Write a system of equations, in an array, cases or aligned, as a list of its equations."""
+    """Write a system of equations, in an array, cases or aligned, as a list of its equations.
+
+    Every `\\left` of the text is removed.
+    """
 
     def as_list(match: re.Match[str]) -> str:
-        """Return equations joined by commas; rows that are not all equations are unchanged."""
+        """Return the rows joined by commas if all of them are equations; else return the system."""
         rows = [row.replace("&", "").strip(" ,;\n") for row in match["rows"].split("\\\\")]
-        equations = [row for row in rows if row]
-        if all(row.count("=") == 1 for row in equations):
-            return ",".join(equations)
+        filled_rows = [row for row in rows if row]
+        if all(row.count("=") == 1 for row in filled_rows):
+            return ",".join(filled_rows)
         return match[0]
 
     # Otherwise the `\left` of `\left\{` would stay before the list of equations.

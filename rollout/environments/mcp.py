@@ -136,25 +136,25 @@ async def _start_server(
         streams = await stack.enter_async_context(stdio_client(parameters, errlog=server_log))
         session = await stack.enter_async_context(ClientSession(*streams))
         await session.initialize()
-        descriptions = (await session.list_tools()).tools
+        mcp_tools = (await session.list_tools()).tools
     except Exception as error:
         raise _env_error(f"MCP server '{name}'", error) from error
     record = calls if server.outside else None
-    return [_make_tool(session, description, record) for description in descriptions]
+    return [_make_tool(session, mcp_tool, record) for mcp_tool in mcp_tools]
 
 
-def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Tool:
-    """Make a tool from a server's description.
+def _make_tool(session: Any, mcp_tool: Any, record: CallRecord | None) -> Tool:
+    """Make a tool for agents from a tool of a server.
 
     The tool raises ToolFailed if the server reports a failure, and EnvError if the server breaks.
 
     Args:
         session: `mcp.ClientSession` of the server.
-        description: `mcp.types.Tool`.
+        mcp_tool: the server's description of the tool, an `mcp.types.Tool`.
         record: record of the calls, for a server whose calls must not be repeated when a trajectory
             is replayed after a restart; None if they may be repeated.
     """
-    name = description.name
+    name = mcp_tool.name
 
     async def call_server(arguments: dict[str, Any]) -> tuple[str, bool]:
         """Return the text of the result, and True if it is a failure."""
@@ -178,9 +178,9 @@ def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Too
         return text
 
     schema = ToolSchema(
-        name=name, description=description.description or "", parameters=description.input_schema
+        name=name, description=mcp_tool.description or "", parameters=mcp_tool.input_schema
     )
-    hints = description.annotations
+    hints = mcp_tool.annotations
     read_only = bool(hints and hints.read_only_hint)
     # A replay always calls `run` again. With a record, `run` then returns the recorded result.
     return Tool(schema=schema, run=run, parallel=read_only, repeat_on_replay=True)

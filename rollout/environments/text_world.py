@@ -375,8 +375,8 @@ def load_alfworld(config: str) -> Any:
     if not path.is_file():
         raise EnvError(f"{config}: no such file; expected ALFWorld's configs/base_config.yaml")
     settings = read_yaml(path)
-    # `AlfworldEnv.start` replaces the games of the split. With `train`, the library could also compute
-    # an expert's plans, and shuffle the numbers of objects.
+    # Any split would do, because `AlfworldEnv.start` replaces its games. But with `train`, the library
+    # could also compute an expert's plans, and shuffle the numbers in names such as `drawer 3`.
     return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
 
 
