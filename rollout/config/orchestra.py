@@ -11,11 +11,11 @@ from rollout.orchestras.program import check_program
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
 from rollout.teams.source_checks import (
-    asked_agents,
     chat_agents,
     describe_misuse,
     filled_slots,
     possible_agents,
+    required_agents,
     template_slots,
 )
 from rollout.teams.team import TeamSession
@@ -95,7 +95,7 @@ class OrchestraConfig(Choice):
         misuse = describe_misuse(orchestra, Task, TeamSession, Episode)
         if misuse:
             raise ValueError(f"orchestra '{self.name}': {misuse}")
-        missing = sorted(asked_agents(orchestra) - team.keys())
+        missing = sorted(required_agents(orchestra) - team.keys())
         if missing:
             name = missing[0]
             raise ValueError(

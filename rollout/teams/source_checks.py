@@ -71,31 +71,31 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
         return None
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     module_name = getattr(_innermost_function(orchestra), "__module__", "")
-    is_shipped = module_name.startswith("rollout.")
+    is_built_in = module_name.startswith("rollout.")
 
-    slots = _slots_of_acts(calls, agent, is_shipped)
+    slots = _slots_of_acts(calls, agent, is_built_in)
     if slots:
         return slots
 
     words = {name for name in _keyword_names(calls) if name}
     words |= _string_literals(nodes)
-    if not is_shipped and _slots_may_come_from_elsewhere(nodes, calls):
+    if not is_built_in and _slots_may_come_from_elsewhere(nodes, calls):
         return None
     return frozenset(filter(str.isidentifier, words))
 
 
 def _slots_of_acts(
-    calls: Sequence[ast.Call], agent: str, is_shipped: bool
+    calls: Sequence[ast.Call], agent: str, is_built_in: bool
 ) -> frozenset[str] | None:
     """Return the keyword arguments of all `act` calls that may ask an agent.
 
-    In a module of this project, the keyword arguments of helper functions that are called with the
+    In a module of `rollout`, the keyword arguments of helper functions that are called with the
     agent's name are among them.
 
     Args:
         calls: calls of the orchestra's module.
         agent: name of the agent.
-        is_shipped: True if the module is one of this project.
+        is_built_in: True if the module is part of `rollout`.
 
     Returns:
         None if the agent may get other slots: by a `**`, in a chat, or from a helper function of a user's
@@ -107,8 +107,8 @@ def _slots_of_acts(
         if method == "chat":
             return None  # the slots come with a later call, which does not name the agent
         # A helper function may have keyword arguments that are no slots, and may fill slots that are
-        # not among them. Only the helpers of shipped orchestras are known to do neither.
-        if method != "act" and not is_shipped:
+        # not among them. Only the helpers of built-in orchestras are known to do neither.
+        if method != "act" and not is_built_in:
             return None
     if not agent_calls:
         return None
@@ -291,7 +291,7 @@ def _string_literals(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 @lru_cache(maxsize=256)
-def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
+def required_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     """Return the agents that an orchestra asks unconditionally, and so needs in its team.
 
     Only calls of a variable `team` with the name as a string literal are found, as in
@@ -465,9 +465,9 @@ def _is_taken_for_result(name: str, statements: Sequence[ast.stmt]) -> bool:
         parts = [] if executed is None else list(ast.walk(executed))
         uses = [node for node in parts if isinstance(node, ast.Name) and node.id == name]
         if uses:
-            attributes = [node.value for node in parts if isinstance(node, ast.Attribute)]
+            attribute_owners = [node.value for node in parts if isinstance(node, ast.Attribute)]
             is_read = any(isinstance(use.ctx, ast.Load) for use in uses)
-            return not is_read or any(use in attributes for use in uses)
+            return not is_read or any(use in attribute_owners for use in uses)
         if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
             return False
     return False

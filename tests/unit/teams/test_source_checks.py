@@ -16,11 +16,11 @@ from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
 from rollout.teams.source_checks import (
-    asked_agents,
     chat_agents,
     describe_misuse,
     filled_slots,
     possible_agents,
+    required_agents,
     template_slots,
 )
 from rollout.teams.team import TeamSession
@@ -179,7 +179,7 @@ def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert [filled_slots(spread.relay, agent) for agent in ("writer", "editor")] == [None, None]
     # The rescuer is called in a branch only, so a team without it is possible.
-    assert asked_agents(spread.relay) == {"writer", "editor"}
+    assert required_agents(spread.relay) == {"writer", "editor"}
     # A module is no function, so it has no source of slots.
     assert filled_slots(spread, "writer") is None
 
@@ -226,7 +226,7 @@ async def revise(task, team, env):
 
 
 def test_an_agent_whose_reply_is_an_argument_is_asked() -> None:
-    assert asked_agents(revise) == {"writer", "editor"}
+    assert required_agents(revise) == {"writer", "editor"}
 
 
 async def guarded(task, team, env):
@@ -237,7 +237,7 @@ async def guarded(task, team, env):
 
 
 def test_an_agent_is_not_asked_unconditionally_in_a_try_of_exception_groups() -> None:
-    assert asked_agents(guarded) == frozenset()
+    assert required_agents(guarded) == frozenset()
 
 
 async def filtered(task, team, env):
@@ -258,9 +258,9 @@ async def unfiltered(task, team, env):
 
 
 def test_an_agent_is_not_asked_unconditionally_in_a_comprehension_with_if() -> None:
-    assert asked_agents(filtered) == {"lister"}
-    assert asked_agents(mapped) == {"lister"}
-    assert asked_agents(unfiltered) == {"critic"}
+    assert required_agents(filtered) == {"lister"}
+    assert required_agents(mapped) == {"lister"}
+    assert required_agents(unfiltered) == {"critic"}
 
 
 def test_code_of_another_file_is_not_checked_against_the_file_of_its_caller(tmp_path: Path) -> None:
