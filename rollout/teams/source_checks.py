@@ -62,16 +62,15 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     all keyword arguments and string literals of the module: too many rather than too few.
 
     Returns:
-        None if the source does not show the slots: it is missing, or the agent may get slots in another
-        way, and these may come from another module or from the `**` of anything but a dict literal.
-        The source of an orchestra of this project always shows them.
+        None if the source is missing, or the orchestra may have decorators. Also None if the agent is
+        not asked only by `act` with keyword arguments, and the module has a call with `**` or imports
+        modules that may fill slots. These two do not matter in an orchestra of `rollout`.
     """
     nodes = _module_nodes(orchestra)
     if nodes is None:
         return None
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    module_name = getattr(_innermost_function(orchestra), "__module__", "")
-    is_built_in = module_name.startswith("rollout.")
+    is_built_in = orchestra.__module__.startswith("rollout.")
 
     slots = _slots_of_acts(calls, agent, is_built_in)
     if slots:
@@ -98,8 +97,8 @@ def _slots_of_acts(
         is_built_in: True if the module is part of `rollout`.
 
     Returns:
-        None if the agent may get other slots: by a `**`, in a chat, or from a helper function of a user's
-        module; also if no call names the agent.
+        None if no call has the agent's name as a literal argument, or if a call that has it opens a
+        chat, passes `**`, or calls a helper function of a user's module.
     """
     agent_calls = [call for call in calls if _names_agent(call, agent)]
     for call in agent_calls:
@@ -135,9 +134,9 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
     """Return the agents with which an orchestra may open chats, according to the source of its module.
 
     Returns:
-        None if the source does not show them: it is missing, the orchestra's second parameter is not
-        called `team`, a chat is opened with an agent whose name is not a string literal, or the module
-        may hand the team to code of other modules.
+        None if the source does not show them: it is missing, the orchestra may have decorators, its
+        second parameter is not called `team`, a chat is opened with an agent whose name is not a string
+        literal, or the module may hand the team to code of other modules.
     """
     return _named_agents(orchestra, ("chat",))
 
@@ -147,13 +146,10 @@ def possible_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
     """Return all agents that an orchestra may ask, according to the source of its module.
 
     Returns:
-        None if the source does not show them: it is missing, the orchestra has decorators, its second
-        parameter is not called `team`, it asks an agent whose name is not a string literal, or the
-        module may hand the team to code of other modules.
+        None if the source does not show them: it is missing, the orchestra may have decorators, its
+        second parameter is not called `team`, it asks an agent whose name is not a string literal, or
+        the module may hand the team to code of other modules.
     """
-    definition = _definition(orchestra)
-    if definition is None or definition.decorator_list:
-        return None
     return _named_agents(orchestra, ("act", "chat", "take_turn"))
 
 
@@ -171,9 +167,13 @@ def _named_agents(orchestra: Callable[..., Any], methods: Collection[str]) -> fr
     if parameters[1:2] != ["team"]:
         return None
 
-    functions = {node.name: node for node in nodes if isinstance(node, _FunctionNode)}
+    functions = {
+        node.name: node
+        for node in nodes
+        if isinstance(node, _FunctionNode) and not node.decorator_list
+    }
     agents: set[str] = set()
-    # methods in calls in which the agent's name is a string literal
+    # Methods in the calls whose agent is a string literal.
     understood_methods: set[ast.expr] = set()
     # Names that do not hand the team to other modules: `team` before an attribute, and as an
     # argument of a function of this module whose parameter is also called `team`.
@@ -213,22 +213,17 @@ def _team_arguments(call: ast.Call, function: _FunctionNode) -> list[ast.expr]:
 
 
 def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
-    """Return the syntax nodes of an orchestra's module, or None if its source is not known."""
-    function = _innermost_function(orchestra)
-    module = inspect.getmodule(function)
+    """Return the syntax nodes of an orchestra's module; None if `_definition` is None, or the module has no source."""
+    if _definition(orchestra) is None:
+        return None
+    module = inspect.getmodule(orchestra)
     try:
-        if not _is_compiled_from(function, inspect.getfile(module)):  # type: ignore[arg-type]
+        if not _is_compiled_from(orchestra, inspect.getfile(module)):  # type: ignore[arg-type]
             return None
         tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError):
         return None
     return list(ast.walk(tree))
-
-
-def _innermost_function(orchestra: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that an orchestra's decorators or its `functools.partial` wrap."""
-    function: Callable[..., Any] = inspect.unwrap(getattr(orchestra, "func", orchestra))
-    return function
 
 
 def _keyword_names(calls: Sequence[ast.Call]) -> set[str | None]:
@@ -240,13 +235,12 @@ def _keyword_names(calls: Sequence[ast.Call]) -> set[str | None]:
 
 
 def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:
-    """Return True if a function was compiled from a file, or has no `__code__` (a class has none).
+    """Return True if a function was compiled from a file.
 
     A function that `exec` has defined has the module that called `exec` as its module, but its source
     is not in that module's file.
     """
-    code = getattr(function, "__code__", None)
-    return code is None or Path(code.co_filename).resolve() == Path(file).resolve()
+    return Path(function.__code__.co_filename).resolve() == Path(file).resolve()
 
 
 def _names_agent(call: ast.Call, agent: str) -> bool:
@@ -260,9 +254,9 @@ def _names_agent(call: ast.Call, agent: str) -> bool:
 
 
 def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> bool:
-    """Return True if slots may come from an imported module, or from the `**` of anything but a dict literal.
+    """Return True if slots may come from an imported module, or from the `**` of a call.
 
-    The modules of Python and of this project are taken to fill no slots of their own.
+    The modules of Python and of `_OWN_PACKAGES` are taken to fill no slots.
     """
     imported: set[str] = set()  # top-level packages
     for node in nodes:
@@ -274,11 +268,7 @@ def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast
             imported.update(alias.name.split(".")[0] for alias in node.names)
     if not imported <= _OWN_PACKAGES | sys.stdlib_module_names:
         return True
-    for call in calls:
-        for keyword in call.keywords:
-            if keyword.arg is None and not isinstance(keyword.value, ast.Dict):
-                return True
-    return False
+    return None in _keyword_names(calls)
 
 
 def _string_literals(nodes: Sequence[ast.AST]) -> set[str]:
@@ -294,18 +284,33 @@ def _string_literals(nodes: Sequence[ast.AST]) -> set[str]:
 def required_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     """Return the agents that an orchestra asks unconditionally, and so needs in its team.
 
-    Only calls of a variable `team` with the name as a string literal are found, as in
+    Only calls of the parameter `team` with the name as a string literal are found, as in
     `team.act("writer")`. Calls in `if`, `while`, `try`, `match`, `and`, `or`, conditional expressions
     and inner functions are left out, and those in comprehensions with `if`, except in their first
-    iterable. A `for` is taken to run at least once, and an early `return` never to happen.
+    iterable. Calls after a statement that contains `return`, `break` or `continue` are left out too. A
+    `for` is taken to run at least once.
+
+    None is found if the orchestra may have decorators, or assigns `team` again.
     """
     definition = _definition(orchestra)
     if definition is None:
         return frozenset()
+    all_nodes = list(ast.walk(definition))
+    parameters = [parameter.arg for parameter in definition.args.args]
+    if parameters[1:2] != ["team"] or _count_bindings(all_nodes)["team"] != 1:
+        return frozenset()
+    skippable: set[ast.AST] = set()  # statements after one that may leave their block
+    for statement, later_statements in _later_statements(all_nodes).items():
+        parts = ast.walk(statement)
+        if any(isinstance(part, ast.Return | ast.Break | ast.Continue) for part in parts):
+            skippable.update(later_statements)
+
     agents: set[str] = set()
     nodes = [*ast.iter_child_nodes(definition)]
     while nodes:
         match nodes.pop():
+            case node if node in skippable:
+                continue
             case ast.If() | ast.IfExp() | ast.BoolOp() | ast.Match() | ast.While():
                 continue
             case ast.Try() | ast.TryStar():
@@ -334,13 +339,13 @@ def describe_misuse(function: Callable[..., Any], *classes: type) -> str:
     """Describe the first misuse of a function's first parameters; return "" if there is none.
 
     A misuse is an attribute that the parameter's class lacks, or a coroutine that is not awaited. A
-    decorated function is not checked, nor a parameter that is assigned again.
+    function that may have decorators is not checked, nor a parameter that is assigned again.
 
     Args:
         classes: classes of the first parameters.
     """
     definition = _definition(function)
-    if definition is None or definition.decorator_list:
+    if definition is None:
         return ""
     nodes = list(ast.walk(definition))
     bindings = _count_bindings(nodes)
@@ -453,14 +458,15 @@ def _later_statements(nodes: Sequence[ast.AST]) -> dict[ast.stmt, list[ast.stmt]
 
 
 def _is_taken_for_result(name: str, statements: Sequence[ast.stmt]) -> bool:
-    """Return True if the first of these statements that has a variable uses an attribute of it, or overwrites it.
+    """Return True if the first statement in which the variable `name` occurs uses an attribute of it, or overwrites it.
 
-    A variable that holds a coroutine must be awaited, or passed on, before either. Of a statement with
-    a block, only the condition is known to be executed; if the variable is elsewhere in it, return False.
+    A variable that holds a coroutine must be awaited, or passed on, before either. Of a compound
+    statement, only the condition of `if` and `while` is known to be executed. If the variable is
+    elsewhere in it, return False.
     """
     for statement in statements:
         executed: ast.AST | None = statement
-        if hasattr(statement, "body"):
+        if isinstance(statement, ast.Match) or hasattr(statement, "body"):
             executed = getattr(statement, "test", None)
         parts = [] if executed is None else list(ast.walk(executed))
         uses = [node for node in parts if isinstance(node, ast.Name) and node.id == name]
@@ -474,10 +480,19 @@ def _is_taken_for_result(name: str, statements: Sequence[ast.stmt]) -> bool:
 
 
 def _definition(function: Callable[..., Any]) -> _FunctionNode | None:
-    """Return the syntax tree of a function; None if it is not defined by `def` in a source file."""
+    """Return the syntax tree of a function.
+
+    Returns:
+        None if it is not a function that `def` defines in a source file, or if it may have decorators,
+        which may call it with other arguments. A wrapper that a decorator returns has `__wrapped__`,
+        or the function in its closure.
+    """
+    if not inspect.isfunction(function) or hasattr(function, "__wrapped__") or function.__closure__:
+        return None
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-        (definition,) = ast.parse(source).body
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    return definition if isinstance(definition, _FunctionNode) else None
+    if not isinstance(definition, _FunctionNode) or definition.decorator_list:
+        return None
+    return definition

@@ -165,6 +165,60 @@ def test_an_agent_that_the_orchestra_can_never_ask_is_refused(
     OrchestraConfig(name="agents_writes:play").check_agents(team)
 
 
+def test_the_agents_and_slots_of_a_decorated_orchestra_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_chats.py").write_text(
+        "from functools import wraps\n"
+        "def named(play):\n"
+        "    @wraps(play)\n"
+        "    async def with_chat(task, team, env):\n"
+        "        await team.chat('writer').ask(draft=task.prompt)\n"
+        "        await play(task, team, env)\n"
+        "    return with_chat\n"
+        "def unnamed(play):\n"
+        "    async def decorated(task, team, env):\n"
+        "        await play(task, team, env)\n"
+        "    return decorated\n"
+        "def registered(play):\n"
+        "    return play\n"
+    )
+    decorated = (
+        "import with_chats\n"
+        "@with_chats.{decorator}\n"
+        "async def play(task, team, env):\n"
+        "    await team.act('editor', problem=task.prompt)\n"
+    )
+    sources = {
+        name: decorated.format(decorator=name) for name in ("named", "unnamed", "registered")
+    }
+    sources["helper"] = (
+        decorated.format(decorator="registered").replace("play(", "ask(")
+        + "async def play(task, team, env):\n    await ask(task, team, env)\n"
+    )
+    assert set(agents_by_source(sources, chat_agents, tmp_path, monkeypatch).values()) == {None}
+    agents = agents_by_source(sources, required_agents, tmp_path, monkeypatch)
+    assert set(agents.values()) == {frozenset()}
+    del sources["helper"]
+    slots = agents_by_source(
+        sources, lambda play: filled_slots(play, "editor"), tmp_path, monkeypatch
+    )
+    assert set(slots.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    "slots", ["{f'draft_{number}': 'a' for number in range(1)}", "{f'draft_{0}': 'a'}"]
+)
+def test_slots_with_computed_names_are_unknown(
+    slots: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"async def play(task, team, env):\n    await team.act('judge', **{slots})\n"
+    script = f"computed_{len(slots)}"
+    (tmp_path / f"{script}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert filled_slots(import_module(script).play, "judge") is None
+
+
 def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spread.py").write_text(
         "async def relay(task, team, env):\n"
@@ -263,6 +317,32 @@ def test_an_agent_is_not_asked_unconditionally_in_a_comprehension_with_if() -> N
     assert required_agents(unfiltered) == {"critic"}
 
 
+async def ends_early(task, team, env, *, review=True):
+    await team.act("writer")
+    if not review:
+        return
+    await team.act("critic")
+
+
+async def breaks(task, team, env):
+    for _ in range(2):
+        draft = await team.act("writer")
+        if not draft.text:
+            break
+        await team.act("critic")
+
+
+async def asks_another_team(task, team, env):
+    async with OTHERS.of(task) as team:
+        await team.act("critic")
+
+
+def test_an_agent_that_may_be_skipped_is_not_asked_unconditionally() -> None:
+    assert required_agents(ends_early) == {"writer"}
+    assert required_agents(breaks) == {"writer"}
+    assert required_agents(asks_another_team) == frozenset()
+
+
 def test_code_of_another_file_is_not_checked_against_the_file_of_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "launched.py"
     script.write_text(
@@ -316,8 +396,33 @@ async def decorated(task, team, env):
     await team.anything(task.prompt)
 
 
+async def matched(task, team, env):
+    reply = team.act("writer")
+    match task.source:
+        case "direct":
+            reply = await reply
+            print(reply.text)
+        case _:
+            reply = await team.act("editor")
+
+
+class Office:
+    async def play(self, task, team, env):
+        await team.act(self.writer)
+
+
 @pytest.mark.parametrize(
-    "orchestra", [valid, later_replies, rebound, nested, decorated, *ORCHESTRAS.values()]
+    "orchestra",
+    [
+        valid,
+        later_replies,
+        rebound,
+        nested,
+        decorated,
+        matched,
+        Office().play,
+        *ORCHESTRAS.values(),
+    ],
 )
 def test_valid_orchestras_are_not_reported(orchestra: Any) -> None:
     assert describe_misuse(orchestra, Task, TeamSession, Episode) == ""
