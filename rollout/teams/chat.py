@@ -29,7 +29,7 @@ class ChatHost(Protocol):
     """Part of a trajectory's session that a chat needs (see `TeamSession`)."""
 
     run_tool: ToolRunner
-    calls: CallRecord  # results of tool calls that a restart must not repeat
+    call_record: CallRecord  # results of tool calls that a restart must not repeat
 
     async def take_turn(
         self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None
@@ -342,7 +342,12 @@ class Chat:
         else:
             # A call that was answered before a restart gets its recorded result.
             call_or_recall = partial(
-                self._host.calls.once, ToolCall, make_call, self.id, call.name, call.arguments
+                self._host.call_record.once,
+                ToolCall,
+                make_call,
+                self.id,
+                call.name,
+                call.arguments,
             )
         return (await self._host.run_tool(call.name, call_or_recall, reply.turn)).result
 

@@ -165,7 +165,7 @@ class Collector:
             options.log.add_trajectory(logged_name, trajectory)
         return trajectory
 
-    def _new_play(self, task: Task, sample: int, calls: CallRecord) -> _Play:
+    def _new_play(self, task: Task, sample: int, call_record: CallRecord) -> _Play:
         """Return the play of a task: with replays, as a tree, or as a single episode."""
         options = self.options
         team = replace(
@@ -182,7 +182,7 @@ class Collector:
             "orchestra": self.orchestra,
             "tool_s": options.deadlines.tool_s,
             "env_name": options.env,
-            "calls": calls,
+            "call_record": call_record,
         }
         if options.replays is not None:
             return ReplayedPlay(plan=options.replays, **branched_settings)
@@ -190,7 +190,7 @@ class Collector:
             return Tree(branching=options.tree, **branched_settings)
         return Episode(
             task,
-            team.session(*seed_path, calls=calls),
+            team.session(*seed_path, call_record=call_record),
             self.make_env,
             self.orchestra,
             tool_s=options.deadlines.tool_s,

@@ -119,7 +119,7 @@ class Episode:
 
     def _accepted_arguments(self, function: Callable[..., object]) -> dict[str, object]:
         """Return the arguments `env` (this episode) and `calls`, if the function has parameters for them."""
-        arguments = {"env": self, "calls": self.session.calls}
+        arguments = {"env": self, "calls": self.session.call_record}
         parameters = inspect.signature(function).parameters
         return {name: value for name, value in arguments.items() if name in parameters}
 

@@ -60,16 +60,16 @@ class Team:
     policies: Mapping[str, PolicyClient]
     max_turns: int | None = None  # of a trajectory, or of each branch of a tree; None: no limit
 
-    def session(self, *seed_path: int | str, calls: CallRecord | None = None) -> TeamSession:
+    def session(self, *seed_path: int | str, call_record: CallRecord | None = None) -> TeamSession:
         """Return a new session for one trajectory.
 
         Args:
             seed_path: keys of the trajectory, such as seed, step, task and sample, from which its
                 seeds are derived.
-            calls: record of the trajectory's tool and environment calls that a restart must not
+            call_record: record of the trajectory's tool and environment calls that a restart must not
                 repeat.
         """
-        return TeamSession(self, seed_path, calls)
+        return TeamSession(self, seed_path, call_record)
 
     def with_sampling(self, **sampling: float) -> Team:
         """Return the team with these fields of every agent's `Sampling` replaced."""
@@ -100,10 +100,10 @@ class TeamSession:
     """
 
     def __init__(
-        self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord | None = None
+        self, team: Team, seed_path: tuple[int | str, ...], call_record: CallRecord | None = None
     ) -> None:
         # Record of the tool and environment calls that a restart must not repeat.
-        self.calls = calls or CallRecord()
+        self.call_record = call_record or CallRecord()
         self.replies: dict[int, RecordedReply] = {}  # replies of policies, by the seed of the call
         self.scores: dict[int, dict[str, float]] = {}  # scores by name, by turn
         self.state = ""  # latest state of the environment, "" if it reports none

@@ -64,7 +64,7 @@ class BranchedPlay:
     tool_s: float | None = None
     env_name: str = ""  # name of the environment in errors and `late/...` metrics; "": `task.env`
     # Record of the tool and environment calls that a restart must not repeat.
-    calls: CallRecord = field(default_factory=CallRecord)
+    call_record: CallRecord = field(default_factory=CallRecord)
 
     def __post_init__(self) -> None:
         self.error = ""  # why the play failed
@@ -77,7 +77,7 @@ class BranchedPlay:
 
     def _new_branch(self) -> Branch:
         """Return a branch whose orchestra has not started yet."""
-        session = BranchSession(self.team, self.seed_path, self.calls)
+        session = BranchSession(self.team, self.seed_path, self.call_record)
         session.replies = self.replies
         episode = Episode(
             self.task,
@@ -239,8 +239,10 @@ class BranchError(RuntimeError):
 class BranchSession(TeamSession):
     """A session whose calls stay open until the play of its branch answers them."""
 
-    def __init__(self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord) -> None:
-        super().__init__(team, seed_path, calls.for_branch(self._branch_name))
+    def __init__(
+        self, team: Team, seed_path: tuple[int | str, ...], call_record: CallRecord
+    ) -> None:
+        super().__init__(team, seed_path, call_record.for_branch(self._branch_name))
         self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # open calls, by turn
         # Set when a call is opened, a wait has ended, or the orchestra has ended.
         self.changed = asyncio.Event()
