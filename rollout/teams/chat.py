@@ -205,6 +205,8 @@ class Chat:
         are joined to one user message. Before the first reply, the question follows the summary.
         After a further reply, a later summary replaces the earlier one and the messages that were
         joined to it.
+
+        Tool calls of the latest reply that have no result yet are dropped.
         """
         summarised_count = 0  # number of messages up to the latest reply
         for number, message in enumerate(self.messages, start=1):
@@ -222,6 +224,8 @@ class Chat:
         parts.append(f"What has happened since:\n{summary}")
         parts += [message.content for message in new_messages]
         self.messages = [*system, Message(role="user", content="\n\n".join(parts))]
+        # The reply that makes these calls is no message any more, so a result would answer nothing.
+        self._open_calls = ()
 
     def _add_result(self, call: ToolUse, result: str) -> None:
         self.messages.append(Message(role="tool", content=result, answers=call.id))

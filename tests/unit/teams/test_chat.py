@@ -479,6 +479,24 @@ def test_a_later_summary_replaces_the_earlier_one(taken_over: bool) -> None:
     ]
 
 
+def test_a_fold_drops_calls_without_a_result(qwen: Renderer) -> None:
+    async def orchestra(task: Any, team: Any, env: Any) -> None:
+        chat = team.chat("a")
+        await chat.say("go")
+        chat.fold("it called f")
+        await chat.say("go on")
+        await env.step("1")
+
+    trajectory, _ = play(qwen, orchestra, call("f"), "ok")
+    assert trajectory.error == ""
+    messages = [(message.role, message.content) for message in trajectory.turns[1].messages]
+    assert messages == [
+        ("system", "S"),
+        ("user", "go\n\nWhat has happened since:\nit called f"),
+        ("user", "go on"),
+    ]
+
+
 def test_dropped_results_are_replaced_by_a_note(qwen: Renderer) -> None:
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         chat = team.chat("a")
