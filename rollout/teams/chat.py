@@ -49,9 +49,10 @@ class ChatHost(Protocol):
 class Chat:
     """A conversation with one agent, opened by `TeamSession.chat`.
 
-    Every reply is a turn. Its prompt is the earlier turn's tokens and the new text. If the template
-    rewrites earlier messages, all of them are tokenized anew, and the turn's score `root` is 1. When
-    a prompt leaves no room for its reply, the agent's `when_full` decides:
+    Every reply is a turn. Its prompt is the previous turn's prompt and reply tokens, followed by the
+    new text. If the template rewrites earlier messages, or the chat was shortened, all messages are
+    tokenized anew, and the turn's score `root` is 1. When a prompt leaves no room for its reply, the
+    agent's `when_full` decides:
 
     - `stop`: the chat is `full`, and every later message gets the latest reply again. The score
       `full` of that reply's turn is 1.
@@ -62,8 +63,8 @@ class Chat:
       number of replaced results.
 
     If the prompt is still too long after that, the chat is full as with `stop`. If the agent has not
-    replied yet, `PromptTooLong` is raised instead. If there is no reply for another reason, another
-    EngineError is raised.
+    replied yet, `PromptTooLong` is raised instead. Other failures are raised as by
+    `TeamSession.take_turn`.
 
     Attributes:
         id: id of the chat in its trajectory.
@@ -217,7 +218,8 @@ class Chat:
         summarised = self.messages[:summarised_count]
         new_messages = self.messages[max(summarised_count, len(system)) :]
 
-        # The question is stored, because the fold joins it with the summary.
+        # Store the question now: after this fold it is part of the message with the summary, where a
+        # later fold could not find it.
         if not self._question:
             self._question = _question_texts(summarised or new_messages)
         parts = list(self._question) if summarised else []
@@ -338,7 +340,8 @@ class Chat:
         make_call = partial(
             call_tool, self._tools, call, call_s=rules.call_s, max_chars=rules.result_chars
         )
-        # The environment records its own steps, so the call is made without a record.
+        # The episode adds the tool event of a step of the environment, so `run_tool` must not add
+        # another. The step is made again after a restart, so it is not in the call record either.
         if tool is not None and tool.recorded_by_env:
             return (await make_call()).result
         if tool is not None and tool.repeat_on_replay:
@@ -394,7 +397,10 @@ class Chat:
 
 
 def _question_texts(messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return the texts of a chat's question: the user messages up to the first reply to one."""
+    """Return the texts of a chat's question.
+
+    These are the user messages before the first assistant message that follows one of them.
+    """
     texts = []
     for message in messages:
         if message.role == "user":

@@ -53,7 +53,8 @@ class CollectOptions:
     # Fields that replace those of every agent's `Sampling`
     sampling: Mapping[str, float] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
-    # Time at which the batch started, in seconds on the event loop's clock; None: now.
+    # Time at which the batch started, in seconds on the event loop's clock; None: the
+    # start of each trajectory.
     started: float | None = None
     surplus: int = 0  # trajectories started beyond a group's size; the slowest are given up
     watchdog: Watchdog | None = None

@@ -111,7 +111,7 @@ class ReplayedPlay(BranchedPlay):
             for call, answer in answered:
                 turn = turns.get(call.index)
                 # A call that the orchestra cancelled has no turn. A call that failed has none either,
-                # but a shorter prompt after `PromptTooLong` may have a turn with the same index.
+                # but its retry with a shorter prompt may have taken a turn with the same index.
                 if turn is None or isinstance(answer, Exception):
                     continue
                 if turn.agent in self.plan.agents and not turn.masked:

@@ -36,7 +36,7 @@ class Call:
     index: int  # of the turn
     agent: Agent
     messages: tuple[Message, ...]
-    state_key: str  # digest of the messages
+    state_key: str  # digest of the messages, which are the state of the agent
     anchor: str = ""  # digest of the environment's state, "" if the environment reports none
     chat: ChatState | None = None  # None: a single question
 
@@ -401,8 +401,8 @@ class TeamSession:
             Defect: the policy or the role's parser raised something else.
         """
         agent = call.agent
-        # The nodes "0", "0.0" and so on have the seeds of a trajectory without a tree. Every other
-        # node has its own seeds.
+        # The nodes "", "0", "0.0" and so on are the first path, which has the seeds of a trajectory
+        # without a tree. Every other node has its own seeds.
         is_first_path = not node.strip("0.")
         branch = () if is_first_path else (node,)
         seed = derive_seed(*self._seed_path, agent.name, call.index, *branch)

@@ -35,7 +35,7 @@ from rollout.teams.team import Call, RecordedReply, Team, TeamSession
 _SETTLE_CYCLES = 8
 
 TurnReply = tuple[Turn, AgentReply]  # record of a turn, and the reply that the orchestra gets
-CallKey = tuple[int, str, str]  # turn, agent, state key
+CallKey = tuple[int, str, str]  # turn, agent, digest of the messages
 CallAnswer = TurnReply | EngineError | EnvError
 AnsweredCall = tuple[Call, CallAnswer]
 NO_ANSWERS: Mapping[CallKey, CallAnswer] = MappingProxyType({})
@@ -269,7 +269,8 @@ class BranchSession(TeamSession):
         """Return a name for the turns so far, under which `CallRecord` stores results of calls.
 
         These are calls of tools and environments. Branches with the same turns so far have the same
-        name, and so share these results. After other turns, an equal call has a result of its own.
+        name, and so share the results that the log holds. In a branch with different turns, an equal
+        call has its own result.
         """
         seeds = [turn.seed for _, turn in sorted(self._turns.items())]
         return str(derive_seed(*seeds)) if seeds else ""
@@ -427,7 +428,7 @@ def call_key(call: Call) -> CallKey:
 
 
 def _describe_calls(calls: Sequence[CallKey]) -> str:
-    names = [f"{agent} (turn {turn}, state {state})" for turn, agent, state in calls]
+    names = [f"{agent} (turn {turn}, messages {messages})" for turn, agent, messages in calls]
     return ", ".join(names) or "nobody"
 
 
