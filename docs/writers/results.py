@@ -16,7 +16,7 @@ END = "<!-- results:end -->"
 _NOTE = (
     "Scores on held-out tasks in %, before (base) and after training (trained); avg@4 is the mean "
     "score of 4 trajectories of a task. The gain is in points, paired by task, with its 95 % interval over "
-    "tasks. Made by `python -m docs.writers results` from {tables}."
+    "tasks."
 )
 
 
@@ -55,11 +55,9 @@ def results_block(tables: Sequence[Path], before: str = "") -> str:
             rows.append(dict(earlier))
 
     block = pd.DataFrame(rows)
-    tables_text = "the tables of the suites"
     if block["suite"].nunique() == 1:
-        tables_text = f"`{block['suite'].iloc[0]}.csv`"
         block = block.drop(columns="suite")
-    return f"{markdown_table(block)}\n\n{_NOTE.format(tables=tables_text)}"
+    return f"{markdown_table(block)}\n\n{_NOTE}"
 
 
 def _rows_of(markdown: str) -> list[dict[str, str]]:
