@@ -14,6 +14,7 @@ from mcore_mas.runtime.checkpoint_manifest import (
     CHECKPOINT_MANIFEST,
     ManifestError,
     read_checkpoint_manifest,
+    recipe_problem,
     step_name,
     validate_checkpoint,
 )
@@ -150,7 +151,7 @@ class Checkpoints:
         checkpoint, refused = _find_newest(self._folder, self.identity)
         if checkpoint is None and refused:
             folder, problem = refused[0]
-            if self._is_of_other_recipe(folder):
+            if self._is_recipe_problem(folder, problem):
                 raise CheckpointError(
                     f"{folder}: {problem}, or move {self._folder} away to start over"
                 )
@@ -273,10 +274,10 @@ class Checkpoints:
         sync_folder(self._folder)
         self._prune()
 
-    def _is_of_other_recipe(self, folder: Path) -> bool:
-        """Return True if the manifest of a checkpoint has another recipe or other inputs than the run."""
+    def _is_recipe_problem(self, folder: Path, problem: str) -> bool:
+        """Return True if the problem of a checkpoint is its recipe or its inputs."""
         with suppress(ManifestError):
-            return bool(describe_differences(read_checkpoint_manifest(folder), self.identity))
+            return problem == recipe_problem(read_checkpoint_manifest(folder), self.identity)
         return False
 
     def _prune(self) -> None:

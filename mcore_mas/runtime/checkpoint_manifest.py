@@ -84,7 +84,7 @@ def validate_checkpoint(folder: Path, identity: Identity) -> str:
         return f"{CHECKPOINT_MANIFEST}: of step {manifest['step']}, but the folder has the name of another step"
     return (
         models_problem(manifest, identity)
-        or _recipe_problem(manifest, identity)
+        or recipe_problem(manifest, identity)
         or _check_files(folder, manifest)
     )
 
@@ -118,7 +118,7 @@ def models_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
     return ""
 
 
-def _recipe_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
+def recipe_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
     """Return why a checkpoint is of another recipe or of other inputs, or ""."""
     if identity.may_change:
         return ""

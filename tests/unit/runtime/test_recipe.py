@@ -44,6 +44,30 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
     assert open_checkpoints({"seed": 2}).newest(silent) is not None
 
 
+def test_a_checkpoint_with_another_problem_has_the_remedies_of_that_problem(tmp_path: Path) -> None:
+    """Only the problem that is named counts, although the recipe differs too."""
+    written = Identity(run="r", models=MODELS, recipe={"seed": 1})
+    save(Checkpoints(tmp_path, written, keep=2), 5)
+    folder = tmp_path / "step_000005"
+    end = (
+        "there is no older one; put a checkpoint back that fits, or move "
+        f"{tmp_path} away to start over"
+    )
+
+    larger = replace(written, models={"policy": {"vocab": 600}}, recipe={"seed": 2})
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoints(tmp_path, larger, keep=2).newest(silent)
+    assert str(refused.value) == (
+        f"{folder}: policy 'policy' has vocab 512, but the run's model has 600; {end}"
+    )
+
+    (folder / "policy" / "weights").unlink()
+    fork = replace(written, recipe={"seed": 2}, may_change=True)
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoints(tmp_path, fork, keep=2).newest(silent)
+    assert str(refused.value) == f"{folder}: policy/weights is missing; {end}"
+
+
 def test_other_tasks_are_another_recipe(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model(0).save_pretrained(model)
