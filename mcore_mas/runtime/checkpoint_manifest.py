@@ -89,13 +89,19 @@ def validate_checkpoint(folder: Path, identity: Identity) -> str:
     )
 
 
-def surplus_steps_problem(folder: Path, step: int, steps: int) -> str:
-    """Return why a run of `steps` steps cannot continue from a checkpoint of a step, or ""."""
-    if step <= steps:
+def surplus_steps_problem(folder: Path, taken_steps: int, total_steps: int) -> str:
+    """Return why a run cannot continue from a checkpoint that has more steps than the run, or "".
+
+    Args:
+        folder: folder of the checkpoint, for the message.
+        taken_steps: number of steps after which it was written.
+        total_steps: trainer.steps of the run.
+    """
+    if taken_steps <= total_steps:
         return ""
     return (
-        f"{folder}: the run has taken {step} steps, more than trainer.steps {steps}; set trainer.steps "
-        f"to {step} or more, or name the run anew"
+        f"{folder}: the run has taken {taken_steps} steps, more than trainer.steps {total_steps}; set trainer.steps "
+        f"to {taken_steps} or more, or name the run anew"
     )
 
 
