@@ -88,7 +88,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         checkpoints = _open_checkpoints(out_dir / "checkpoints", config, base_dir)
         step = 0
         history: list[_Measurement] = []
-        checkpoint = checkpoints.newest(print)
+        checkpoint = checkpoints.recover_newest(print)
         if checkpoint:
             trainer.restore(checkpoint.folder)
             print(f"continuing from {checkpoint.folder}")

@@ -139,11 +139,14 @@ class Checkpoints:
         if writing is not None:
             await cancel_tasks([writing])
 
-    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+    def recover_newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """Return the newest valid checkpoint, or None if there is no checkpoint at all.
 
+        Newer ones, which are not valid, are renamed. Checkpoints that are neither among the newest nor
+        among the best are removed.
+
         Args:
-            warn: called with a line about each newer one that is not valid. Such a checkpoint is renamed.
+            warn: called with a line about each checkpoint that is renamed.
 
         Raises:
             CheckpointError: there are checkpoints, and none is valid.

@@ -123,7 +123,7 @@ def train(
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         stack.enter_context(owned(folder))
         checkpoints = _open_checkpoints(config)
-        checkpoint = checkpoints.newest(warnings.append)
+        checkpoint = checkpoints.recover_newest(warnings.append)
         if checkpoint is not None:
             checkpoint = fork_if_changed(
                 folder, checkpoints, checkpoint, config.trainer.steps, warnings.append
@@ -244,7 +244,7 @@ class _TrainingRun:
                         await self.workers.recover(lost, logbook.note)
                 is_restarted = True
                 new_warnings: list[str] = []
-                checkpoint = _open_checkpoints(self.config).newest(new_warnings.append)
+                checkpoint = _open_checkpoints(self.config).recover_newest(new_warnings.append)
                 warnings = new_warnings
 
     async def _check_remote_teachers(self) -> None:

@@ -119,7 +119,7 @@ def test_flipped_bits_of_a_checkpoint_are_refused(tmp_path: Path, name: str) -> 
 
     def read() -> Any:
         try:
-            checkpoint = Checkpoints(tmp_path, identity, keep=2).newest(lambda line: None)
+            checkpoint = Checkpoints(tmp_path, identity, keep=2).recover_newest(lambda line: None)
             return checkpoint, (step_folder / "policy" / "weights").read_bytes()
         finally:
             for refused_folder in tmp_path.glob("refused_*"):

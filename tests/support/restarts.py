@@ -66,7 +66,7 @@ def restarted_session(
     settings = [*SETTINGS, f"+trainer.staleness={staleness}", *overrides]
     run = simulated_run(folder, *settings, seconds=lambda _: update_s, engine_class=CountingEngine)
 
-    checkpoint = run.checkpoints.newest(print)
+    checkpoint = run.checkpoints.recover_newest(print)
     first_step = checkpoint.step if checkpoint else 0
     collected = CollectedSteps(folder, recipe=recipe, first_step=first_step)
     run = replace(run, rollouts=replace(run.rollouts, collected=collected))
@@ -86,7 +86,7 @@ def restarted_session(
 
 def train(run: TrainingSession, until_s: float = 1e9) -> bool:
     """Train until the end, or cancel the training at a virtual time; return True if it ended."""
-    checkpoint = run.checkpoints.newest(print)
+    checkpoint = run.checkpoints.recover_newest(print)
     first_step = checkpoint.step if checkpoint else 0
 
     async def main() -> bool:

@@ -38,7 +38,7 @@ def test_checkpoints_of_a_process_that_lost_the_folder_are_not_used(tmp_path: Pa
     late = step_folder(tmp_path, 4)
     edit(late, epoch=epochs[0])
     warnings: list[str] = []
-    newest = open_(tmp_path).newest(warnings.append)
+    newest = open_(tmp_path).recover_newest(warnings.append)
     assert newest is not None
     assert newest.step == 3
     assert warnings == [
@@ -49,9 +49,9 @@ def test_checkpoints_of_a_process_that_lost_the_folder_are_not_used(tmp_path: Pa
 
 def test_the_newest_checkpoint_is_found_and_old_ones_are_removed(tmp_path: Path) -> None:
     checkpoints = open_(tmp_path)
-    assert checkpoints.newest(silent) is None
+    assert checkpoints.recover_newest(silent) is None
     save(checkpoints, 5, 10, 15)
-    newest = checkpoints.newest(silent)
+    newest = checkpoints.recover_newest(silent)
     assert newest is not None
     assert (newest.folder.name, newest.step, newest.state) == ("step_000015", 15, {"kl": 15})
     assert (newest.folder / "policy" / "weights").read_text() == "weights of step 15"
@@ -100,13 +100,13 @@ def test_a_failed_write_is_raised_by_the_next_save_or_at_the_end(
     message = r"step_000003.*could not be written \(rank 1 of policy: Input"
     with pytest.raises(CheckpointError, match=message):
         asyncio.run(play())
-    assert open_(tmp_path).newest(silent) is None
+    assert open_(tmp_path).recover_newest(silent) is None
 
 
 def test_partial_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     asyncio.run(begin(open_(tmp_path), 7))  # its files are never written
     assert [name for name in names(tmp_path) if name.startswith(".step_000007.")]
-    assert open_(tmp_path).newest(silent) is None
+    assert open_(tmp_path).recover_newest(silent) is None
     assert names(tmp_path) == []
 
 
@@ -142,7 +142,7 @@ def test_unusable_checkpoints_are_renamed_and_an_older_one_is_used(tmp_path: Pat
     edit(folders[2], models={"verifier": MODELS["policy"]})
 
     warnings: list[str] = []
-    newest = checkpoints.newest(warnings.append)
+    newest = checkpoints.recover_newest(warnings.append)
     assert newest is not None
     assert newest.folder == folders[1]
     assert [line.split(": ", 1)[1].split("; ")[0] for line in warnings] == [
@@ -224,7 +224,7 @@ def test_with_a_fault_in_a_manifest_the_older_checkpoint_is_used(tmp_path: Path,
     assert len(warnings) == is_readable
 
     warnings.clear()
-    newest = checkpoints.newest(warnings.append)
+    newest = checkpoints.recover_newest(warnings.append)
     assert newest is not None
     assert newest.step == 1
     assert len(warnings) == 1
@@ -238,7 +238,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
     save(open_(tmp_path), 1, 2)
     shutil.copytree(step_folder(tmp_path, 1), step_folder(tmp_path, 9))
     warnings: list[str] = []
-    newest = open_(tmp_path).newest(warnings.append)
+    newest = open_(tmp_path).recover_newest(warnings.append)
     assert newest is not None
     assert newest.step == 2
     expected = "manifest.json: of step 1, but the folder has the name of another step; kept as refused_step_000009"
@@ -287,13 +287,13 @@ def test_a_shard_with_a_hostile_header_is_not_opened_though_its_digest_is_right(
     folder = step_folder(tmp_path, 2)
 
     edit(folder, files={name: write_chunks(folder / name, [shard_bytes(None, 8)])})
-    newest = open_(tmp_path).newest(silent)
+    newest = open_(tmp_path).recover_newest(silent)
     assert newest is not None
     assert newest.step == 2
 
     edit(folder, files={name: write_chunks(folder / name, [hostile])})
     warnings: list[str] = []
-    newest = open_(tmp_path).newest(warnings.append)
+    newest = open_(tmp_path).recover_newest(warnings.append)
     assert newest is not None
     assert newest.step == 1
     pattern = rf"{name}: not a safetensors file \(.+\); kept as refused_step_000002"
@@ -314,7 +314,7 @@ def test_a_run_whose_checkpoints_are_all_refused_does_not_start_over(
     save(open_(tmp_path), 1, 2)
     before = names(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
-        open_(tmp_path, **identity).newest(silent)
+        open_(tmp_path, **identity).recover_newest(silent)
     assert str(refusal.value) == (
         f"{step_folder(tmp_path, 2)}: {reason}; nor does the older one fit this run; put a "
         f"checkpoint back that fits, or move {tmp_path} away to start over"
@@ -355,7 +355,7 @@ def test_checkpoints_that_a_killed_process_did_not_remove_are_removed_later(
     tmp_path: Path,
 ) -> None:
     save(open_(tmp_path, keep=9), 1, 2, 3)
-    newest = open_(tmp_path, keep=1).newest(silent)
+    newest = open_(tmp_path, keep=1).recover_newest(silent)
     assert newest is not None
     assert newest.step == 3
     assert names(tmp_path) == ["step_000003"]

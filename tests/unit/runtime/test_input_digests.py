@@ -86,14 +86,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWithInputs:
 
 
 def test_a_flipped_bit_in_any_input_is_refused_by_its_name(run: RunWithInputs) -> None:
-    assert run.checkpoints().newest(silent) is not None
+    assert run.checkpoints().recover_newest(silent) is not None
     for file, name in run.files.items():
         content = file.read_bytes()
         file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         with pytest.raises(CheckpointError, match=re.escape(f"another version of {name};")):
-            run.checkpoints().newest(silent)
+            run.checkpoints().recover_newest(silent)
         file.write_bytes(content)
-        assert run.checkpoints().newest(silent) is not None
+        assert run.checkpoints().recover_newest(silent) is not None
 
 
 def test_folders_with_too_many_files_are_not_read(
@@ -103,7 +103,7 @@ def test_folders_with_too_many_files_are_not_read(
     monkeypatch.setattr(digests, "MAX_FOLDER_FILES", 0)
     assert input_digests(run.config)[name] == "more than 0 files"
     monkeypatch.setattr(digests, "MAX_FOLDER_FILES", 1)
-    assert run.checkpoints().newest(silent) is not None
+    assert run.checkpoints().recover_newest(silent) is not None
 
 
 def test_other_code_is_refused_unless_the_run_may_be_forked(
@@ -112,12 +112,14 @@ def test_other_code_is_refused_unless_the_run_may_be_forked(
     monkeypatch.setattr(digests, "code_digest", lambda: "another version")
     message = r"trained with another version of mcore-mas; fork it"
     with pytest.raises(CheckpointError, match=message):
-        run.checkpoints().newest(silent)
+        run.checkpoints().recover_newest(silent)
     identity = identity_of(run.config)
     fork = replace(identity, inputs=input_digests(run.config), may_change=True)
-    assert Checkpoints(tmp_path / "checkpoints", fork, keep=2).newest(silent) is not None
+    assert Checkpoints(tmp_path / "checkpoints", fork, keep=2).recover_newest(silent) is not None
     # an export does not compare inputs
-    assert Checkpoints(tmp_path / "checkpoints", identity, keep=2).newest(silent) is not None
+    assert (
+        Checkpoints(tmp_path / "checkpoints", identity, keep=2).recover_newest(silent) is not None
+    )
 
 
 def test_the_digest_of_an_identity_is_reproducible(run: RunWithInputs) -> None:

@@ -24,10 +24,10 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
 
     recipe: dict[str, object] = {"advantage.name": "drmas", "seed": 1}
     save(open_checkpoints(recipe), 5)
-    assert open_checkpoints(recipe).newest(silent) is not None
+    assert open_checkpoints(recipe).recover_newest(silent) is not None
 
     with pytest.raises(CheckpointError) as refused:
-        open_checkpoints({"advantage.name": "grpo", "seed": 2}).newest(silent)
+        open_checkpoints({"advantage.name": "grpo", "seed": 2}).recover_newest(silent)
     assert str(refused.value) == (
         f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says '
         '"grpo"; seed=1, and the config says 2; fork it with --adopt (trainer.resume=changed), or '
@@ -35,13 +35,13 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
     )
     message = r"trained with seed=1, and the config says \(default\); fork it"
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoints({"advantage.name": "drmas"}).newest(silent)
+        open_checkpoints({"advantage.name": "drmas"}).recover_newest(silent)
     assert names(tmp_path) == ["step_000005"]
 
-    assert open_checkpoints({"seed": 2}, may_change=True).newest(silent) is not None
+    assert open_checkpoints({"seed": 2}, may_change=True).recover_newest(silent) is not None
     # versions before this one wrote no recipe
     edit(tmp_path / "step_000005", recipe={})
-    assert open_checkpoints({"seed": 2}).newest(silent) is not None
+    assert open_checkpoints({"seed": 2}).recover_newest(silent) is not None
 
 
 def test_a_checkpoint_with_another_problem_has_the_remedies_of_that_problem(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_checkpoint_with_another_problem_has_the_remedies_of_that_problem(tmp_
 
     larger = replace(written, models={"policy": {"vocab": 600}}, recipe={"seed": 2})
     with pytest.raises(CheckpointError) as refused:
-        Checkpoints(tmp_path, larger, keep=2).newest(silent)
+        Checkpoints(tmp_path, larger, keep=2).recover_newest(silent)
     assert str(refused.value) == (
         f"{folder}: policy 'policy' has vocab 512, but the run's model has 600; {end}"
     )
@@ -64,7 +64,7 @@ def test_a_checkpoint_with_another_problem_has_the_remedies_of_that_problem(tmp_
     (folder / "policy" / "weights").unlink()
     fork = replace(written, recipe={"seed": 2}, may_change=True)
     with pytest.raises(CheckpointError) as refused:
-        Checkpoints(tmp_path, fork, keep=2).newest(silent)
+        Checkpoints(tmp_path, fork, keep=2).recover_newest(silent)
     assert str(refused.value) == f"{folder}: policy/weights is missing; {end}"
 
 
@@ -79,12 +79,12 @@ def test_other_tasks_are_another_recipe(tmp_path: Path) -> None:
     write_tasks(tasks, [task])
     folder = tmp_path / "checkpoints"
     save(Checkpoints(folder, identity_of(config), keep=2), 5)
-    assert Checkpoints(folder, identity_of(config), keep=2).newest(silent) is not None
+    assert Checkpoints(folder, identity_of(config), keep=2).recover_newest(silent) is not None
 
     write_tasks(tasks, [replace(task, answers=("2",))])
     message = r"trained with other training tasks than those of data.train; fork it"
     with pytest.raises(CheckpointError, match=message):
-        Checkpoints(folder, identity_of(config), keep=2).newest(silent)
+        Checkpoints(folder, identity_of(config), keep=2).recover_newest(silent)
 
 
 @pytest.mark.slow

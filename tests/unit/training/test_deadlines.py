@@ -219,6 +219,6 @@ def test_a_stop_does_not_wait_for_requests_that_ignore_their_cancellation(tmp_pa
         return stopped_at
 
     assert run_virtually(stop_after_first_step()) < 5 + CLEANUP_S
-    checkpoint = session.checkpoints.newest(print)
+    checkpoint = session.checkpoints.recover_newest(print)
     assert checkpoint is not None
     assert checkpoint.step == 1

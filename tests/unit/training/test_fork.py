@@ -53,7 +53,7 @@ def adopt(folder: Path, seed: int, steps: int = 9) -> tuple[Checkpoint, list[str
     notes: list[str] = []
     with owned(folder):
         checkpoints = open_with_seed(folder, seed, may_change=True)
-        newest = checkpoints.newest(silent)
+        newest = checkpoints.recover_newest(silent)
         assert newest is not None
         return fork_if_changed(folder, checkpoints, newest, steps, notes.append), notes
 
@@ -104,11 +104,11 @@ def test_run_and_fork_go_on_with_their_own_recipes(tmp_path: Path) -> None:
     assert not list(folder.glob("wandb*"))
 
     # each continues with its recipe, and is refused with the other
-    assert open_with_seed(folder, 2).newest(silent) is not None
-    assert open_with_seed(copy, 1).newest(silent) is not None
+    assert open_with_seed(folder, 2).recover_newest(silent) is not None
+    assert open_with_seed(copy, 1).recover_newest(silent) is not None
     message = r"trained with seed=2, and the config says 1; fork it with --adopt"
     with pytest.raises(CheckpointError, match=message):
-        open_with_seed(folder, 1).newest(silent)
+        open_with_seed(folder, 1).recover_newest(silent)
 
     _, notes = adopt(folder, 3)
     assert notes[0].endswith(f"kept in {tmp_path / 'r' / 'train.2'}")
@@ -141,7 +141,7 @@ def test_a_fork_that_is_killed_before_its_checkpoint_is_rewritten_is_made_again(
     assert contents(tmp_path / "r" / "train.1") == before
     _, notes = adopt(folder, 2)
     assert notes[0].endswith("train.2")
-    assert open_with_seed(folder, 2).newest(silent) is not None
+    assert open_with_seed(folder, 2).recover_newest(silent) is not None
 
 
 @pytest.mark.slow

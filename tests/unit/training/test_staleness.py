@@ -357,7 +357,7 @@ def test_a_run_that_is_stopped_continues_without_losing_or_repeating_a_step(
     with pytest.raises(Stopped, match="after step 2"):
         train(session)
     collected_ahead = written_trajectories(session, 2)
-    checkpoint = session.checkpoints.newest(print)
+    checkpoint = session.checkpoints.recover_newest(print)
     assert checkpoint is not None
     assert checkpoint.step == 2
 
