@@ -40,7 +40,7 @@ from mcore_mas.pipeline.check import (
 )
 from mcore_mas.pipeline.prepare import check_answers, write_prepared
 from mcore_mas.pipeline.prompt_check import prompt_problems
-from mcore_mas.pipeline.recipe_check import run_problem
+from mcore_mas.pipeline.recipe_check import checkpoint_mismatch
 from mcore_mas.reports.turn_advantages import find_turn_advantages
 from mcore_mas.runtime.checkpoint import CheckpointError
 from mcore_mas.runtime.stop_signal import StopSignal
@@ -166,7 +166,7 @@ class Run:
         prepared = self._tasks or make_tasks(self.config.data, self.config.seed)
         check_answers(self.config, prepared)
         check_envs(prepared["train"])
-        problem = run_problem(self.config, prepared["train"], trains=trains)
+        problem = checkpoint_mismatch(self.config, prepared["train"], trains=trains)
         if problem:
             raise CheckpointError(resolve_page_paths(problem))
         if trains:

@@ -61,13 +61,16 @@ def recipe_problems(suite: Suite) -> list[str]:
     return lines
 
 
-def run_problem(config: RunConfig, train_tasks: Sequence[Task], *, trains: bool = True) -> str:
+def checkpoint_mismatch(
+    config: RunConfig, train_tasks: Sequence[Task], *, trains: bool = True
+) -> str:
     """Return why the checkpoints of a run do not fit its config and these tasks, or "".
 
     Args:
         config: the run's config, which need not be written yet.
         train_tasks: the run's training tasks, which need not be written yet.
-        trains: False if the run is not trained, so that its code may differ.
+        trains: True if the run is about to be trained. False: only architectures, settings and tasks
+            are compared, so code, models and other inputs may have changed.
     """
     manifests = _read_manifests(config.folder / "train" / "checkpoints")
     if not manifests:
@@ -92,7 +95,7 @@ def _read_manifests(folder: Path) -> dict[Path, Mapping[str, Any]]:
 def _checkpoints_problem(
     config: RunConfig, manifests: Mapping[Path, Mapping[str, Any]], identity: Identity
 ) -> str:
-    """Return why the newest checkpoint cannot be used, or "" if a run can continue from one.
+    """Return why a run cannot continue from its checkpoints, or "" if it can.
 
     A run continues from its newest checkpoint that fits. A run that may change its settings (a fork)
     begins with the newest one, so older ones are not tried.
@@ -148,7 +151,8 @@ def _expected_identity(config: RunConfig, expected_tasks_digest: str) -> Identit
     inputs = _without_models(input_digests(config), unmade)
     passages_digest = _digest_of_edited_passages(config)
     if passages_digest:
-        # The digest of the index to build is not known, but it is not that of the present index.
+        # The digest of the index to build is not known yet. The digest of the passages stands for
+        # it: it differs from that of the present index, so the comparison fails, as it must.
         inputs[INDEX_KEY] = passages_digest
 
     return Identity(
@@ -192,8 +196,8 @@ def _without_models(inputs: Mapping[str, str], policies: Iterable[str]) -> dict[
 def _expected_tasks_digest(suite: Suite, config: RunConfig, new_tasks: dict[str, str]) -> str:
     """Return the digest of the training tasks that a run will have, or "" if it is not known.
 
-    Tasks are made for it if a data file is newer than the run's tasks, or if the user's code
-    generates them.
+    This is the digest stored with the run's tasks. If a data file is newer than these, or the user's
+    code generates them, the tasks are made again, in memory, to compute the digest.
 
     Args:
         suite: the suite of the run.
