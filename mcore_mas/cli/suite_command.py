@@ -48,6 +48,7 @@ def snakemake_arguments(suite: str, arguments: Sequence[str], config_dir: Path |
 
     Raises:
         SuiteError: there is no such suite, experiment or `config_dir`.
+        ConfigError: the file of an experiment cannot be used.
         UsageError: Snakemake does not take these arguments, or would misunderstand them.
     """
     overrides, other_arguments = split_overrides(arguments)

@@ -269,6 +269,7 @@ def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | Non
 
     Raises:
         SuiteError: there is no such file or experiment, or the suite cannot be used.
+        ConfigError: the file of an experiment cannot be used.
     """
     path = Path(suite)
     values = suite_values(suite, config_dir)
@@ -292,6 +293,7 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
     Raises:
         SuiteError: there is no such file or experiment, the file is not YAML, or `config_dir` is no
             folder.
+        ConfigError: the file of an experiment cannot be used.
     """
     path = Path(suite)
     configs = suite_file.user_configs_folder({"config_dir": config_dir}, Path())
@@ -301,18 +303,18 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
     if configs and (config_dir or configs != CONFIGS):
         config_dir_entry = {"config_dir": str(configs)}
 
-    try:
-        if path.is_file():
+    if path.is_file():
+        try:
             values = read_yaml(path)
-            if config_dir and isinstance(values, dict):
-                return {**values, **config_dir_entry}
-            return values
-        experiment_names = list(experiments())
-        if configs:
-            experiment_names += experiments(configs)
-    except yaml.YAMLError as error:
-        raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+        except yaml.YAMLError as error:
+            raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+        if config_dir and isinstance(values, dict):
+            return {**values, **config_dir_entry}
+        return values
 
+    experiment_names = list(experiments())
+    if configs:
+        experiment_names += experiments(configs)
     if suite not in experiment_names:
         project_suite = path / f"{path.name}.yaml"
         if project_suite.is_file():
