@@ -276,14 +276,17 @@ def _student_config(
 
 
 class _EmptySlots(dict[str, str]):
-    """Slots of a template: `problem` stays as it is, and the others are empty."""
+    """Slots of a template: that of the problem stays, and the others are empty.
+
+    Search teams call it `question`; the student's orchestra calls it `problem`.
+    """
 
     def __missing__(self, name: str) -> str:
-        return "{problem}" if name == "problem" else ""
+        return "{problem}" if name in ("problem", "question") else ""
 
 
 def problem_only(template: str) -> str:
-    """Return a template in which all slots but `problem` are filled with nothing."""
+    """Return a template in which all slots but that of the problem are filled with nothing."""
     # Doubled braces stand for single ones. Filling would replace them, and they must stay doubled
     # because the student's template is filled too, so \0 and \1 take their place meanwhile.
     filled = template.replace("{{", "\0").replace("}}", "\1").format_map(_EmptySlots())

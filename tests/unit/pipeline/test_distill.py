@@ -32,6 +32,8 @@ from tests.support.run_folder import make_run
 def test_a_template_keeps_only_the_problem() -> None:
     template = "{problem}\n\n{team_context}Answer within \\boxed{{}}."
     assert problem_only(template) == "{problem}\n\nAnswer within \\boxed{{}}."
+    # Search teams call the problem a question.
+    assert problem_only("answer {question}\n{history}") == "answer {problem}\n"
 
 
 def test_the_comparison_is_in_shares_of_the_team() -> None:
