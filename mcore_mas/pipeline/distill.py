@@ -272,6 +272,11 @@ def _student_config(
         "cold_start": None,
     }
     values["trainer"] |= {"alternate": None, "branching": None, "replays": None}
+    retriever = config.retriever
+    if retriever is not None and not retriever.urls and retriever.folder is None:
+        # The new run has no index of its own, so it searches the one that the team's run has built.
+        index = str(config.folder / "index")
+        values["retriever"] |= {"folder": index, "passages": None}
     return RunConfig.from_values(values, str(to / "config.yaml"))
 
 

@@ -18,6 +18,7 @@ from mcore_mas.pipeline.distill import (
     distill,
     problem_only,
 )
+from retrieval.build import build_index
 from rollout.base.ownership import FolderError
 from rollout.config.agents import build_team
 from rollout.config.environment import build_env
@@ -49,7 +50,10 @@ def test_the_comparison_is_in_shares_of_the_team() -> None:
 
 @dataclass
 class Scripted:
-    """Policy of solver and verifier: right answers to even tasks, which the verifier approves."""
+    """Policy of the demos' teams, which gives an answer to each prompt; a verifier always agrees.
+
+    Nobody of the search team searches.
+    """
 
     answers: dict[str, str]
 
@@ -57,16 +61,27 @@ class Scripted:
         self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
     ) -> PolicyReply:
         prompt = messages[-1].content
-        text = "<verify>approve</verify>"
-        if not prompt.startswith("Check: "):
+        if prompt.startswith("Check: "):
+            text = "<verify>approve</verify>"
+        elif prompt.startswith("verify "):
+            text = "<verify>yes</verify>"
+        elif prompt.startswith("answer "):
+            question = prompt.removeprefix("answer ").strip()
+            text = f"<answer> {self.answers[question]} </answer>"
+        else:
             text = f"\\boxed{{{self.answers[prompt]}}}"
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=EMPTY_COMPLETION)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Return a finished run whose team gave a right answer to every second of its 12 tasks."""
-    run = make_run(tmp_path, "evaluation.samples=1")
+    """Return a finished run; see `finished_run`."""
+    return finished_run(tmp_path)
+
+
+def finished_run(folder: Path, *overrides: str, experiment: str = "demo_math") -> Path:
+    """Make a finished run whose team gave a right answer to every second of its 12 tasks; return it."""
+    run = make_run(folder, "evaluation.samples=1", *overrides, experiment=experiment)
     config = RunConfig.load(run / "config.yaml")
     tasks = prepared_tasks(run / "tasks", "train")
     answers = {
@@ -76,7 +91,7 @@ def run(tmp_path: Path) -> Path:
     policy = Scripted(answers)
     collector = Collector(
         team=build_team(config.agents, dict.fromkeys(config.policies, policy)),
-        make_env=build_env(config.env),
+        make_env=build_env(config.env, **dict.fromkeys(config.env.needs)),
         orchestra=config.orchestra.call,
         seed=1,
         step=0,
@@ -122,6 +137,19 @@ def test_one_model_learns_the_right_answers(
 
     with pytest.raises(FolderError, match="something is there already"):
         distill(run, to, settings)
+
+
+@pytest.mark.slow
+def test_the_model_searches_the_index_that_the_run_of_the_team_has_built(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, "retriever.ranking=bm25", experiment="demo_search")
+    build_index(run / "tasks" / "passages.jsonl", run / "index", None)
+    to = tmp_path / "one"
+    distill(run, to, DistillSettings(role="lone_searcher", start="base", epochs=1))
+    config = RunConfig.load(to / "config.yaml")
+    assert config.agents["player"].user == "answer {problem}\n"
+    assert config.retriever is not None
+    assert config.retriever.folder == run / "index"
+    assert (to / "evaluation" / "base.json").is_file()
 
 
 def test_a_folder_that_exists_is_refused_also_the_current_one(
