@@ -105,7 +105,8 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
     """Distil the team of a finished run into one model; return the cost of the team and of the model.
 
     Writes `to` as the folder of a run: config.yaml, tasks, the model in bootstrap/model, and the
-    evaluation of this model. `mcore-mas train` continues it by reinforcement learning.
+    evaluation of this model. `mcore-mas train` continues it by reinforcement learning. If the team's
+    run has no evaluation of the trained team, it is added to that run.
 
     Args:
         run: folder of the run, with the trajectories of its training.
@@ -117,7 +118,7 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
         FolderError: the run has not finished its training, or `to` exists or cannot be written.
     """
     config = RunConfig.load(run / "config.yaml")
-    trained = config_with_seats(config, "trained")
+    trained_config = config_with_seats(config, "trained")
     check_output_path(to)
     if to.exists():
         raise FolderError(f"{to}: something is there already; name another folder with --to")
@@ -128,16 +129,17 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
     trajectories = _read_successes(run, settings.newest)
     agent, role = _answering_agent(config, to, trajectories, settings)
     policy = config.agents[agent].policy
-    expert = trained.policies[policy].model
-    start = expert if settings.start == "trained" else config.policies[policy].model
-    if not start:
+    trained_model = trained_config.policies[policy].model
+    starts_trained = settings.start == "trained"
+    start_model = trained_model if starts_trained else config.policies[policy].model
+    if not start_model:
         raise ConfigError(
-            f"--agent {agent}: plays '{policy}', a remote model, from which no model can start; "
-            "name another agent"
+            f"agent '{agent}', whose replies would be learned, is played by the remote model '{policy}', from "
+            "which no model can start; name another with --agent"
         )
-    teacher = expert if settings.start == "base" else None
+    teacher = None if starts_trained else trained_model
     student = _student_config(config, to, agent, role, teacher)
-    renderer = make_renderers(student, {STUDENT: start})[STUDENT]
+    renderer = make_renderers(student, {STUDENT: start_model})[STUDENT]
     with atomic_folder(to.absolute()) as partial, hide_gpus_from_cpu_run(config):
         (partial / "tasks").mkdir()
         for split in SPLITS:
@@ -158,7 +160,7 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
             internal = list(_internal_turns(trajectories))
             print(f"{len(internal)} other turns")
             samples += internal
-        _fine_tune(student, start, samples, settings, partial / "bootstrap" / "model")
+        _fine_tune(student, start_model, samples, settings, partial / "bootstrap" / "model")
 
     evaluate(student, "base", to / "evaluation" / "base.json")
     team_scores = config.folder / "evaluation" / "trained.json"
