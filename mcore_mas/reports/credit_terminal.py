@@ -62,7 +62,7 @@ def print_credit(
 ) -> None:
     """Print the credit that an estimator gives the turns of a file, task by task.
 
-    The run's own estimators may differ between agents. Then each has its own tables.
+    The run's own estimators may differ between agents. Then each estimator has its own tables.
 
     Args:
         file: trajectories with rewards: train/trajectories/step_*.parquet of a run.
@@ -94,10 +94,13 @@ def print_credit(
         sections = _sections_of_run(file)
         estimators = _estimators_of_run(sections, options)
         if sections.filter is not None:
+            all_tasks = {sample.task for sample in samples}
             samples = filter_samples(samples, sections.filter)
-            if not samples:
+            dropped_tasks = all_tasks - {sample.task for sample in samples}
+            if not samples or task in dropped_tasks:
+                turns = f"task '{task}'" if task in dropped_tasks else "these trajectories"
                 raise CreditError(
-                    f"{file}: the run's filter drops all turns of these trajectories, so none has an advantage; name "
+                    f"{file}: the run's filter drops all turns of {turns}, so none has an advantage; name "
                     "an estimator with --advantage to see them without the filter"
                 )
         if sections.loss.kl.coef and sections.loss.kl.where == "reward":
@@ -112,9 +115,8 @@ def print_credit(
 
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     if task is not None and task not in tasks:
-        first_task = tasks[0] if tasks else "none"
         raise CreditError(
-            f"{file}: no completed turn is of task '{task}'; the first task is '{first_task}'"
+            f"{file}: no completed turn is of task '{task}'; the first task is '{tasks[0]}'"
         )
 
     shown_tasks = [task] if task is not None else tasks[:limit]

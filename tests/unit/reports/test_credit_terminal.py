@@ -163,6 +163,32 @@ def test_without_a_name_and_a_run_one_line_asks_for_a_name(file: Path, tmp_path:
         printed_lines(step, None)
 
 
+def test_a_task_whose_turns_the_filter_drops_is_no_task_without_turns(tmp_path: Path) -> None:
+    """The rewards of task t are equal, and those of task u are not."""
+    rewards = (("t", 1.0), ("t", 1.0), ("u", 1.0), ("u", 0.0))
+    trajectories = [
+        replace(
+            trajectory(sample, 1.0, turn(0, "solver", reward)),
+            task_id=task,
+            id=f"0/{task}/{sample}",
+        )
+        for sample, (task, reward) in enumerate(rewards)
+    ]
+    file = tmp_path / "step.parquet"
+    write_trajectories(file, trajectories)
+    step = write_run(tmp_path, file, filter={"name": "informative", "options": {}})
+    with pytest.raises(CreditError) as error:
+        print_credit(step, None, {}, "t", 3, Console())
+    assert str(error.value) == (
+        f"{step}: the run's filter drops all turns of task 't', so none has an advantage; name an estimator with "
+        "--advantage to see them without the filter"
+    )
+    with pytest.raises(
+        CreditError, match="no completed turn is of task 'x'; the first task is 'u'"
+    ):
+        print_credit(step, None, {}, "x", 3, Console())
+
+
 def test_a_config_that_cannot_be_read_is_not_needed_with_a_name(file: Path, tmp_path: Path) -> None:
     step = write_run(tmp_path, file)
     config = tmp_path / "config.yaml"
