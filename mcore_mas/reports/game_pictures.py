@@ -25,20 +25,20 @@ def write_game_pictures(
 
     Args:
         file: file of trajectories in a run's folder.
-        out: a file named .svg for one trajectory, or a folder for all of them.
-        index: index of the trajectory, if `out` is a file.
+        out: a path that ends in .svg for one trajectory, or a folder for all of them.
+        index: index of the trajectory, counted from 0, if `out` is a file.
         trajectory_id: id of the trajectory, if `out` is a file; takes precedence over `index`.
 
     Raises:
         RecordError: the file is not a file of trajectories, lies in no run's folder, or lacks the
-            trajectory; a trajectory is not a game; or `out` has another suffix than .svg.
+            trajectory; a trajectory is not a game; or `out` is no folder and has another suffix than .svg.
         BadPuzzle: a task's prompt is not a puzzle of its game.
     """
-    if out.suffix not in ("", ".svg"):
+    if out.suffix not in ("", ".svg") and not out.is_dir():
         raise RecordError(f"{out}: pictures are SVG; name a file that ends in .svg, or a folder")
     tasks = {task.id: task for task in read_run_tasks(file)}
     trajectories = read_trajectories(file)
-    if out.suffix:
+    if out.suffix == ".svg":
         targets = {out: select_trajectory(file, trajectories, index, trajectory_id)}
     else:
         targets = _picture_files(out, trajectories)
@@ -46,7 +46,8 @@ def write_game_pictures(
     for path, trajectory in targets.items():
         task = tasks.get(trajectory.task_id)
         if task is None or task.env not in GAMES:
-            # The env of a task may be another than that of the run, which played it.
+            # A run may play a task in another environment than the task names. The board is that of
+            # the task's own environment, so a task of no game has no picture.
             problem = "is not among the run's tasks" if task is None else "is no puzzle of a game"
             raise RecordError(
                 f"{file}: task {trajectory.task_id} {problem}; pictures are of {', '.join(GAMES)}"

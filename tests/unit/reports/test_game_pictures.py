@@ -111,6 +111,13 @@ def test_every_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, list[Task]
             assert sum(first[block] for block in "ABCD") == 4
 
 
+def test_an_existing_folder_may_have_a_dot_in_its_name(run: tuple[Path, list[Task]]) -> None:
+    file, tasks = run
+    folder = file.parent / "boards.v2"
+    folder.mkdir()
+    assert len(write_game_pictures(file, folder)) == len(tasks)
+
+
 def test_ids_that_differ_in_replaced_characters_have_a_file_each(tmp_path: Path) -> None:
     """Draw tasks "a/b" and "a_b": the first is solved in one step, the second in two."""
     tasks = [replace(WALK, id="a/b"), replace(WALK, id="a_b")]
