@@ -124,7 +124,7 @@ class TrainingThread:
             return await asyncio.to_thread(self._continue.get)
 
         try:
-            with logged_cause(self._folder / "logs" / "train.log"):
+            with logged_cause(self._folder):
                 try:
                     train(config, after_step=after_step, stop=self._stop)
                 except RuntimeError as error:

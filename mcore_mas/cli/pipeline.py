@@ -198,7 +198,7 @@ def train_run(
     from mcore_mas.runtime.joblog import logged_cause
     from mcore_mas.training.train import train
 
-    with logged_cause(config_file.parent / "logs" / "train.log"):
+    with logged_cause(config_file.parent):
         train(config_file, address, adopt=adopt)
     ignore_stop_signals()  # the run has finished
 

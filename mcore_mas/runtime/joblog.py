@@ -18,7 +18,7 @@ from mcore_mas.runtime.stop_signal import (
     stop_at_start,
 )
 from mcore_mas.runtime.user_terminal import keep_terminal
-from rollout.base.ownership import FolderError
+from rollout.base.ownership import FolderError, is_owned
 from rollout.base.processes import die_with_parent
 from rollout.base.text import escape_logs, escape_text
 
@@ -55,14 +55,19 @@ def logged(path: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def logged_cause(path: Path) -> Iterator[None]:
-    """Append the cause of an error in this block to the log `path`, for trainings outside of the pipeline.
+def logged_cause(run: Path) -> Iterator[None]:
+    """Append the cause of an error in this block to a run's log, for trainings outside of the pipeline.
 
     Their output stays on the terminal. If the log exists, a line in it separates this start from the
-    earlier ones. A folder that cannot be used is no failure of its run: it may be in training elsewhere.
+    earlier ones. Nothing is written about a start that is refused because the folder cannot be used:
+    it is no failure of the run, and another process may be writing this log.
+
+    Args:
+        run: folder of the run.
     """
-    if path.is_file() and path.stat().st_size:
-        with suppress(OSError):
+    path = run / "logs" / "train.log"
+    with suppress(OSError):
+        if path.is_file() and path.stat().st_size and not is_owned(run / "train"):
             _append(path, STARTED_AGAIN)
     try:
         yield

@@ -13,7 +13,7 @@ from mcore_mas.cli.main import app
 from mcore_mas.reports.run_states import RunState, read_run_states
 from mcore_mas.runtime.joblog import logged_cause
 from mcore_mas.runtime.stop_signal import Stopped
-from rollout.base.ownership import FolderError
+from rollout.base.ownership import FolderError, owned
 from tests.support.run_files import (
     CONFIG_DAMAGE,
     METRICS_DAMAGE,
@@ -59,10 +59,10 @@ def test_the_command_lists_runs(tmp_path: Path) -> None:
 def test_a_run_whose_newest_start_failed_has_the_cause(tmp_path: Path) -> None:
     run = write_small_run(tmp_path / "a", {"t": 0.5})
     log = run / "logs" / "train.log"
-    with pytest.raises(FolderError), logged_cause(log):
+    with pytest.raises(FolderError), logged_cause(run):
         raise FolderError("another process trains this run")
     assert not log.exists()
-    with pytest.raises(ValueError, match="first"), logged_cause(log):
+    with pytest.raises(ValueError, match="first"), logged_cause(run):
         raise ValueError("first\n  second")
     cause = f"train: ValueError: first second ({log})"
     assert [state.failure for state in read_run_states(tmp_path)] == [cause]
@@ -72,7 +72,7 @@ def test_a_run_whose_newest_start_failed_has_the_cause(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == f"a: failed: {cause}"
 
     # Another start, also one that was stopped, is no failure.
-    with pytest.raises(Stopped), logged_cause(log):
+    with pytest.raises(Stopped), logged_cause(run):
         assert read_run_states(tmp_path)[0].failure == ""
         raise Stopped("stopped by SIGTERM after step 2; the same command continues")
     assert read_run_states(tmp_path)[0].failure == ""
@@ -82,6 +82,18 @@ def test_a_run_whose_newest_start_failed_has_the_cause(tmp_path: Path) -> None:
     assert read_run_states(tmp_path)[0].failure.startswith("prepare_tasks: no tasks (")
     (run / "train" / "done.json").touch()
     assert read_run_states(tmp_path)[0].failure == ""
+
+
+def test_the_log_of_a_training_is_not_changed_by_a_start_that_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "train.log"
+    log.parent.mkdir()
+    log.write_text("step 1\n")
+    (tmp_path / "train").mkdir()
+    with owned(tmp_path / "train"), pytest.raises(FolderError), logged_cause(tmp_path):
+        raise FolderError("in use by another process")
+    assert log.read_text() == "step 1\n"
+    with logged_cause(tmp_path):
+        assert log.read_text() == "step 1\n----- started again -----\n"
 
 
 def test_the_last_change_of_a_run_is_that_of_its_metrics_or_trajectories(tmp_path: Path) -> None:
