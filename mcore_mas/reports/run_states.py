@@ -25,14 +25,15 @@ class RunState:
 
     run: str
     steps: int  # finished training steps
-    total_steps: int | None  # None if the config cannot be read
+    total_steps: int | None  # None if the config has no valid trainer.steps or cannot be read
     done: bool
     failure: str  # job, cause and log of the newest failure of an unfinished run, or ""
     reward: float | None  # that of the last step with a reward
     accuracy: float | None  # that of the last validation
     scores: Mapping[str, float]  # avg@k of each evaluation, by state
     problems: tuple[str, ...]  # a line on each file that cannot be read
-    # Time of the last change of its metrics or trajectories, in seconds since the epoch.
+    # Time of the last change of its metrics or trajectories, or else of its config, in seconds since
+    # the epoch; 0 if it has none of them.
     changed_s: float = field(default=0.0, compare=False)
 
 
@@ -179,8 +180,9 @@ def _last_change(run: Path) -> float:
 
 
 def _read_failure(run: Path) -> str:
-    """Return the cause of the newest failure in the logs of a run's jobs, or "" if no job has failed.
+    """Return job, cause and log of the newest failure of a run's jobs, or "" if no job has failed.
 
+    Failures before the newest start of the training do not count, because it goes on without them.
     Logs that are links to files outside of the run's folder are not read.
     """
     folder = run.resolve()
@@ -190,6 +192,8 @@ def _read_failure(run: Path) -> str:
         cause = failure_cause(log)
         if cause:
             return f"{log.stem}: {cause} ({log})"
+        if log.stem == "train":
+            return ""
     return ""
 
 

@@ -78,8 +78,14 @@ def test_a_run_whose_newest_start_failed_has_the_cause(tmp_path: Path) -> None:
     assert read_run_states(tmp_path)[0].failure == ""
 
     # The pipeline trains after the tasks are prepared again, and a finished run has not failed.
-    (run / "logs" / "prepare_tasks.log").write_text("error: no tasks\n")
+    preparation = run / "logs" / "prepare_tasks.log"
+    preparation.write_text("error: no tasks\n")
+    os.utime(log, (100, 100))
+    os.utime(preparation, (200, 200))
     assert read_run_states(tmp_path)[0].failure.startswith("prepare_tasks: no tasks (")
+    os.utime(log, (300, 300))  # the training goes on without them
+    assert read_run_states(tmp_path)[0].failure == ""
+    os.utime(preparation, (400, 400))
     (run / "train" / "done.json").touch()
     assert read_run_states(tmp_path)[0].failure == ""
 
