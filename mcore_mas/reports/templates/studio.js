@@ -186,7 +186,9 @@ async function chooseRun(name) {
     button.setAttribute("aria-current", button.firstChild.textContent === name);
   }
   chooseTab(tab);
-  run.agents = await fetchJson("/api/agents", {run: name}).catch(() => []);
+  const agents = await fetchJson("/api/agents", {run: name}).catch(() => []);
+  if (name !== run.name) return;  // another run was chosen meanwhile
+  run.agents = agents;
   await compareRuns();
   await refresh();
 }
@@ -457,7 +459,9 @@ async function compareRuns() {
     return element("li", null, [swatch, element("span", label)]);
   }) : []));
   if (name) {
-    other.agents = await fetchJson("/api/agents", {run: name}).catch(() => []);
+    const agents = await fetchJson("/api/agents", {run: name}).catch(() => []);
+    if (name !== other.name) return;  // another run was chosen meanwhile
+    other.agents = agents;
     await readNewRows(other);
     showDifferences(await fetchJson("/api/compare", {a: run.name, b: name}));
   }

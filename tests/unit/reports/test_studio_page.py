@@ -348,6 +348,39 @@ def test_agents_of_another_team_have_colours_of_their_own(page: Browser, tmp_pat
     ]
 
 
+CHOOSE_C_THEN = """(async () => {{
+  const send = fetch;
+  let release;
+  const released = new Promise(resolve => {{ release = resolve; }});
+  window.fetch = async (path, ...rest) => {{
+    if (path.startsWith("/api/agents?run=c")) await released;
+    return send(path, ...rest);
+  }};
+  const choose = {0};
+  const first = choose("c");
+  await choose({1!r});
+  release();
+  await first;
+  window.fetch = send;
+}})()"""
+
+
+def test_a_late_answer_about_a_run_changes_nothing_in_the_run_chosen_after_it(
+    page: Browser, tmp_path: Path
+) -> None:
+    write_small_run(tmp_path / "results/c", {"t": 1.0}, agents={"judge": {}})
+    has_option = (
+        "[...document.getElementById('other').options].some(option => option.value === {!r})"
+    )
+    page.until(has_option.format("c"))
+    page.value(CHOOSE_C_THEN.format("chooseRun", "b"))
+    assert page.value("[run.name, ...run.agents]") == ["b", "solver", "verifier"]
+    page.until(has_option.format("a"))
+    choose_other = "name => { byId('other').value = name; return compareRuns(); }"
+    page.value(CHOOSE_C_THEN.format(choose_other, "a"))
+    assert page.value("[other.name, ...other.agents]") == ["a", "solver", "verifier"]
+
+
 def test_hostile_names_are_text_in_charts_and_tooltips(page: Browser, tmp_path: Path) -> None:
     """Names of agents and sources come from files; Vega gets them as values, never as code."""
     name = "<img src=x onerror=\"document.title='owned'\"> ']}); document.title='owned'; ({['"
