@@ -190,7 +190,7 @@ async function chooseRun(name) {
   if (name !== run.name) return;  // another run was chosen meanwhile
   run.agents = agents;
   await compareRuns();
-  await refresh();
+  await refresh(true);
 }
 
 function chooseTab(name) {
@@ -203,13 +203,15 @@ function chooseTab(name) {
   if (name === "settings") showSettings();
 }
 
-async function refresh() {
+// Show what is new of the chosen run. Files of an evaluation come without new rows, so the list of
+// files is also read if `readsFiles`.
+async function refresh(readsFiles) {
   const name = run.name;
   const hasNewRows = (await Promise.all([readNewRows(run), readNewRows(other)])).some(Boolean);
   if (name !== run.name) return;  // another run was chosen meanwhile
   if (hasNewRows || !charts.size) drawCharts();
   showFacts();
-  if (hasNewRows || !files.length) await showFiles();
+  if (hasNewRows || readsFiles || !files.length) await showFiles();
   const log = await fetchJson("/api/log", {run: name});
   if (name !== run.name) return;
   const text = log || "The training has written no log yet.";
@@ -695,8 +697,9 @@ for (const form of document.forms) form.onsubmit = event => event.preventDefault
 async function watch() {
   for (let second = 0; ; second++) {
     try {
-      if (second % 5 === 0) await showRuns();
-      if (run.name) await refresh();
+      const readsLists = second % 5 === 0;
+      if (readsLists) await showRuns();
+      if (run.name) await refresh(readsLists);
     } catch (error) {
       byId("facts").textContent = `${error.message}; asked again`;
     }

@@ -381,6 +381,18 @@ def test_a_late_answer_about_a_run_changes_nothing_in_the_run_chosen_after_it(
     assert page.value("[other.name, ...other.agents]") == ["a", "solver", "verifier"]
 
 
+def test_files_of_an_evaluation_are_listed_after_the_last_step(
+    page: Browser, tmp_path: Path
+) -> None:
+    drawn(page, "reward/mean", 2)
+    file = tmp_path / "results/a/evaluation/trained/part_000000.parquet"
+    write_trajectories(file, [one_turn(1, "solver")])
+    page.until(
+        "[...document.getElementById('file').options].some(option => option.textContent.includes('trained'))",
+        seconds=20,
+    )
+
+
 def test_hostile_names_are_text_in_charts_and_tooltips(page: Browser, tmp_path: Path) -> None:
     """Names of agents and sources come from files; Vega gets them as values, never as code."""
     name = "<img src=x onerror=\"document.title='owned'\"> ']}); document.title='owned'; ({['"
