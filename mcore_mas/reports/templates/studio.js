@@ -162,8 +162,7 @@ function showOtherRuns(names) {
   select.value = other.name;
 }
 
-// Return the run of the address, or else the one whose metrics or trajectories changed last; set the tab to
-// that of the address.
+// Return the run of the address, or else the one that changed last; set the tab to that of the address.
 function initialRun() {
   const [runName, tabName] = location.hash.slice(1).split("/").map(decodeURIComponent);
   tab = TABS.find(name => [name, TAB_ADDRESSES[name]].includes(tabName)) || tab;
@@ -199,7 +198,9 @@ function chooseTab(name) {
     byId(candidate).hidden = candidate !== name;
     byId(`tab_${candidate}`).setAttribute("aria-selected", candidate === name);
   }
-  history.replaceState(null, "", `${location.search}#${encodeURIComponent(run.name)}${name === "curves" ? "" : `/${TAB_ADDRESSES[name] || name}`}`);
+  const tabAddress = TAB_ADDRESSES[name] || name;
+  const suffix = name === "curves" ? "" : `/${tabAddress}`;
+  history.replaceState(null, "", `${location.search}#${encodeURIComponent(run.name)}${suffix}`);
   if (name === "settings") showSettings();
 }
 
@@ -240,7 +241,8 @@ async function readRows(target) {
   if (target.name !== name || target.end !== end) return false;  // another run was chosen meanwhile
   if (added.start < end) target.rows.clear();  // the training has resumed from a checkpoint
   for (const row of added.rows) {
-    // Steps after the row's are from before a training resumed.
+    // A training that resumes from a checkpoint repeats steps. Rows of later steps are from its
+    // earlier attempt.
     for (const step of target.rows.keys()) if (step > row.step) target.rows.delete(step);
     target.rows.set(row.step, {...target.rows.get(row.step), ...row});
   }
