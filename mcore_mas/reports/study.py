@@ -33,8 +33,9 @@ def study_stability(
 ) -> None:
     """Write a study that compares the estimators of each team's trainings over their seeds.
 
-    If a team has one estimator, or several runs with the same estimator and seed, its runs are compared
-    by their names without the seed.
+    Runs with the same orchestra are one team, which has the orchestra's name. If a team has one
+    estimator, or several runs with the same estimator and seed, its runs are compared by their names
+    without the seed.
 
     Args:
         runs: resolved configs of finished runs by name.
@@ -45,11 +46,13 @@ def study_stability(
         MetricsError: the runs of a team have only one setting, its settings have different seeds, or
             a run has not been trained and evaluated.
     """
-    runs_by_team = group_pairs((config["orchestra"]["name"], run) for run, config in runs.items())
+    runs_by_orchestra = group_pairs(
+        (config["orchestra"]["name"], run) for run, config in runs.items()
+    )
     rows: list[dict[str, Any]] = []
-    for team, names in runs_by_team.items():
+    for orchestra, names in runs_by_orchestra.items():
         measured_runs = _measure_runs({run: runs[run] for run in names}, base_evaluation_owner)
-        rows += _compare(team, measured_runs)
+        rows += _compare(orchestra, measured_runs)
 
     findings = pd.DataFrame(rows)
     texts = {
@@ -247,23 +250,23 @@ def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
     left out if no seed has a value for it.
 
     Args:
-        team: name of the team.
+        team: name of the team: that of its orchestra.
         runs: rows of `_measure_runs`.
 
     Raises:
         MetricsError: there is only one setting, or their seeds differ.
     """
-    # Values that stand for a missing measure, by measure. A run lacks measures of agents that were
-    # never called; these values are unknown (NaN). A run whose norms are all finite lacks "norms not
-    # finite", a count that is 0 then.
-    missing_values: dict[str, float] = {}
+    # Measures of all runs, each with the value that stands for it in a run that lacks it. A run lacks
+    # measures of agents that were never called; these values are unknown (NaN). A run whose norms are
+    # all finite lacks "norms not finite", a count that is 0 then.
+    default_values: dict[str, float] = {}
     for run in runs:
         for measure in run:
             if measure not in ("setting", "seed"):
                 is_count = measure.startswith("norms not finite")
-                missing_values[measure] = 0.0 if is_count else math.nan
+                default_values[measure] = 0.0 if is_count else math.nan
 
-    measured = pd.DataFrame([{**missing_values, **run} for run in runs])
+    measured = pd.DataFrame([{**default_values, **run} for run in runs])
     by_setting: dict[str, pd.DataFrame] = {
         str(setting): rows.set_index("seed").sort_index()
         for setting, rows in measured.groupby("setting", sort=False)
@@ -271,7 +274,7 @@ def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
     first, *others = by_setting
     _check_pairs(team, by_setting)
 
-    for measure in missing_values:
+    for measure in default_values:
         columns = {setting: rows[measure] for setting, rows in by_setting.items()}
         for other in others:
             columns[f"{other} - {first}"] = columns[other] - columns[first]
@@ -296,7 +299,7 @@ def _check_pairs(team: str, by_setting: Mapping[str, pd.DataFrame]) -> None:
     first, *others = by_setting
     if not others:
         raise MetricsError(
-            f"team '{team}' was trained with '{first}' only; a study compares at least two "
+            f"the team with orchestra '{team}' was trained with '{first}' only; a study compares at least two "
             "estimators, or runs of two names with the same seeds"
         )
     first_seeds = list(by_setting[first].index)
@@ -304,7 +307,7 @@ def _check_pairs(team: str, by_setting: Mapping[str, pd.DataFrame]) -> None:
         seeds = list(by_setting[other].index)
         if seeds != first_seeds:
             raise MetricsError(
-                f"team '{team}': '{first}' has seeds {first_seeds}, '{other}' {seeds}; expected "
+                f"the team with orchestra '{team}': '{first}' has seeds {first_seeds}, '{other}' {seeds}; expected "
                 "the same"
             )
 
