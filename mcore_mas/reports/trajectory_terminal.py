@@ -178,7 +178,7 @@ def print_trajectories(
             for (trajectory_id, _, _), advantage in advantages.items()
             if trajectory_id == trajectory.id
         ]
-        numbers = [
+        number_cells = [
             str(number),
             str(trajectory.sample),
             str(len(trajectory.turns)),
@@ -186,16 +186,16 @@ def print_trajectories(
             _number_cell(fmean(rewards) if rewards else None),
             _number_cell(fmean(turn_advantages) if turn_advantages else None),
         ]
-        rows.append(numbers)
+        rows.append(number_cells)
 
-    # In a narrow terminal, tasks and statuses are shortened first, then headings, and never numbers.
+    # In a narrow terminal, tasks are cut and statuses wrapped first, then headings are cut, and never numbers.
     headings = ("#", "sample", "turns", "outcome", "reward", "advantage")
     columns = [
-        Column(heading, justify="right", no_wrap=True, min_width=max(map(len, numbers)))
-        for heading, *numbers in zip(headings, *rows, strict=True)
+        Column(heading, justify="right", no_wrap=True, min_width=max(map(len, column_cells)))
+        for heading, column_cells in zip(headings, zip(*rows, strict=True), strict=True)
     ]
     table = Table(columns[0], "task", *columns[1:], "status", show_edge=False)
-    for trajectory, numbers in zip(trajectories, rows, strict=True):
+    for trajectory, number_cells in zip(trajectories, rows, strict=True):
         task = plain_text(_task_name(trajectory.task_id, texts))
         task.no_wrap = True
         task.overflow = "ellipsis"
@@ -203,9 +203,9 @@ def print_trajectories(
         if trajectory.error:
             status = f"{status}: {trajectory.failure_reason}"
         table.add_row(
-            numbers[0],
+            number_cells[0],
             task,
-            *numbers[1:],
+            *number_cells[1:],
             plain_text(status),
             style="" if trajectory.status is Status.COMPLETED else "red",
         )
