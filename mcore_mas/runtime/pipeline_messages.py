@@ -11,17 +11,20 @@ from mcore_mas.runtime.joblog import STARTED_AGAIN
 from rollout.base.text import escape_line
 
 _CONTINUES = "the same command continues from what is saved"
-_STOPPED = f"the pipeline was stopped; {_CONTINUES}"
+_STOPPED_MESSAGE = f"the pipeline was stopped; {_CONTINUES}"
 _NEXT_STEP = f"When the cause is mended, {_CONTINUES}."
-_SILENT = "the job ended without saying why (killed, or out of memory?); the end of its log:"
-_NOT_SUBMITTED = re.compile(
+_SILENT_MESSAGE = (
+    "the job ended without saying why (killed, or out of memory?); the end of its log:"
+)
+_SLURM_REFUSED = re.compile(
     r"SLURM sbatch failed\. The error message was '(.*?)'\.$"
     r"|submission failed with exception: (.*?)For further",
     re.MULTILINE | re.DOTALL,
 )
-_ENDED = re.compile(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'")
-_STOPPED_JOB = re.compile(rf"{CAUSE_PREFIX}(?=stopped by SIG|ended by a second Ctrl-C)")
-_KILLED = re.compile(r"^slurmstepd[^:]*: error: (.*)", re.MULTILINE)
+_SLURM_ENDED = re.compile(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'")
+# Prefix of a cause that is no error, because the job was stopped.
+_PREFIX_OF_STOP = re.compile(rf"{CAUSE_PREFIX}(?=stopped by SIG|ended by a second Ctrl-C)")
+_SLURM_KILLED = re.compile(r"^slurmstepd[^:]*: error: (.*)", re.MULTILINE)
 
 
 def success_message(results: Path | str, suite: str) -> str:
@@ -38,7 +41,7 @@ def success_message(results: Path | str, suite: str) -> str:
         studio += f" {results}"
     return (
         f"\n{gains}{'   '.join(parts)}\n"
-        f"`{studio}` opens curves and conversations, `{mlflow_command(results)}` MLflow."
+        f"`{studio}` opens curves and conversations, and `{mlflow_command(results)}` opens MLflow."
     )
 
 
@@ -170,12 +173,12 @@ def _slurm_cause(log: str, events: Sequence[str]) -> str | None:
 
 def _slurm_cause_in(event: str) -> str | None:
     """Return Slurm's reason to refuse or end the job of an event of Snakemake's log, or None."""
-    refused = _NOT_SUBMITTED.search(event)
+    refused = _SLURM_REFUSED.search(event)
     if refused:
         reason = " ".join((refused[1] or refused[2]).split())
         return f"{CAUSE_PREFIX}Slurm does not take the job: {reason}"
 
-    ended = _ENDED.search(event)
+    ended = _SLURM_ENDED.search(event)
     if ended is None:
         return None
     number, state = ended.groups()
@@ -191,7 +194,7 @@ def _slurm_cause_in(event: str) -> str | None:
             f"{CAUSE_PREFIX}Slurm job {number}: {state}, and its log is not here; "
             "do all machines share this folder?"
         )
-    killed = _KILLED.search(_read(path))
+    killed = _SLURM_KILLED.search(_read(path))
     reason = f"{state}, {killed[1]}" if killed else state
     return f"{CAUSE_PREFIX}Slurm job {number}: {reason}; see {path}"
 
@@ -201,13 +204,13 @@ def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool)
     logged_causes = [line for line in last_lines if line.startswith(CAUSE_PREFIX)]
     if logged_causes:
         cause = logged_causes[-1]
-        return _STOPPED_JOB.sub("", cause) if stopped else cause
+        return _PREFIX_OF_STOP.sub("", cause) if stopped else cause
     if slurm_cause:
         return slurm_cause
     if stopped:
-        return _STOPPED
+        return _STOPPED_MESSAGE
     shown = "\n".join(f"  | {escape_line(line)}" for line in last_lines) or "  | (empty)"
-    return f"{CAUSE_PREFIX}{_SILENT}\n{shown}"
+    return f"{CAUSE_PREFIX}{_SILENT_MESSAGE}\n{shown}"
 
 
 def _group_by_cause(failed: Sequence[_FailedJob]) -> Mapping[str, list[str]]:
