@@ -26,6 +26,7 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
         RecordError: a configured file of tasks cannot be read, or the environment compares replies
             with answers and a task has none.
         ValueError: the generator cannot make as many different tasks as the config asks for.
+        RetrievalError: the file of passages cannot be used.
     """
     config = RunConfig.load(config_path)
     tasks = make_tasks(config.data, config.seed)
@@ -46,6 +47,9 @@ def write_prepared(config: RunConfig, tasks: Mapping[str, Sequence[Task]], out_d
 
     Tasks go to `out_dir`/{split}.parquet. Passages go to `out_dir`/passages.jsonl if the config
     names a file of passages or the generator makes some.
+
+    Raises:
+        RetrievalError: the file of passages cannot be used.
     """
     for split, split_tasks in tasks.items():
         write_tasks(out_dir / f"{split}.parquet", split_tasks)

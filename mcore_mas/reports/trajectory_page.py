@@ -28,7 +28,7 @@ class GroupMember:
 
     sample: Sample
     vote_score: float  # score of the vote that this turn belongs to
-    advantage: float | None  # mean over the tokens that carry loss; None if the turn has none
+    advantage: float | None  # mean over the tokens that carry loss; None if no token does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,7 +188,7 @@ class StopSignal:
 
     Attributes:
         sender: name of the signal, "Ctrl-C" in a program that calls the run, or "its caller".
-        is_urgent: True if Ctrl-C or a program's caller has asked to stop.
+        is_urgent: True if Ctrl-C has asked to stop, here or in the program that calls the run.
         is_settled: set when the run has stopped, and its state is saved if it can be.
         last_line: the run's last line, which says where it has stopped; "" until then.
     """
