@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rollout.base.hints import nearest_hint
 
 _T = TypeVar("_T")
-# An error that names the nearest of more registered names than this does not list them all.
+# If more names than this are registered, an error that suggests similar names does not list all of them.
 _MOST_LISTED = 30
 _MOVED = ("mcore_mas.rollout", "mcore_mas.retrieval")  # packages of version 0.1.0
 
@@ -88,13 +88,8 @@ def _import(kind: str, path: str) -> Any:
         message = " ".join(str(error).split())
         if not isinstance(error, ImportError):
             message = f"{type(error).__name__}: {message}"
-        missing = str(getattr(error, "name", None))
-        if missing.startswith(_MOVED):
-            message += f"; since version 0.2.0 its package is {missing.removeprefix('mcore_mas.')}"
-        elif missing == module_name.partition(".")[0]:
-            message += f"; run this command in the folder that contains {missing}, or add that folder to PYTHONPATH"
-        else:
-            message += _nearest_module(missing)
+        if isinstance(error, ModuleNotFoundError):
+            message += _missing_module_hint(error.name or "", module_name.partition(".")[0])
         raise UnknownName(f"{kind} '{path}' cannot be imported: {message}") from error
     if not hasattr(module, attribute):
         raise UnknownName(
@@ -102,6 +97,15 @@ def _import(kind: str, path: str) -> Any:
             f"{nearest_hint(attribute, dir(module))}"
         )
     return getattr(module, attribute)
+
+
+def _missing_module_hint(missing_module: str, imported_package: str) -> str:
+    """Return advice on a module that was not found while a package was imported, or ""."""
+    if missing_module.startswith(_MOVED):
+        return f"; since version 0.2.0 its package is {missing_module.removeprefix('mcore_mas.')}"
+    if missing_module == imported_package:
+        return f"; run this command in the folder that contains {missing_module}, or add that folder to PYTHONPATH"
+    return _nearest_module(missing_module)
 
 
 def _nearest_module(name: str) -> str:

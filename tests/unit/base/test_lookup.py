@@ -72,6 +72,7 @@ def test_a_name_may_be_offered_by_an_installed_package(
         ("my_team.wrold:Env", "No module named 'my_team.wrold'; nearest: world"),
         ("my_team.broken:Env", "No module named 'my_team.wrld'; nearest: world"),
         ("my_team.raises:Env", "RuntimeError: boom twice"),
+        ("circular:Env", r"\(most likely due to a circular import\) \(.*circular\.py\)"),
     ],
 )
 def test_an_import_path_that_cannot_be_imported_says_why(
@@ -81,6 +82,8 @@ def test_an_import_path_that_cannot_be_imported_says_why(
     (tmp_path / "my_team" / "world.py").write_text("class Env: ...\n")
     (tmp_path / "my_team" / "broken.py").write_text("from my_team.wrld import Env\n")
     (tmp_path / "my_team" / "raises.py").write_text("raise RuntimeError('boom\\ntwice')\n")
+    (tmp_path / "circular.py").write_text("from circular_helper import clip\nclass Env: ...\n")
+    (tmp_path / "circular_helper.py").write_text("from circular import Env\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UnknownName, match=f"^env '{path}' cannot be imported: .*{reason}$"):
         lookup("env", path, {})
