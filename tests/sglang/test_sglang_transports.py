@@ -153,5 +153,5 @@ def test_a_killed_server_restarts_with_the_weights_of_the_update(engine: SGLangE
     assert max_error(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
     (message,) = messages
     # One restart is left, unless another test has killed the server.
-    assert re.search(r"started again, [01] restarts left$", message)
+    assert re.search(r"starting it again, [01] restarts left$", message)
     assert "\n" not in message

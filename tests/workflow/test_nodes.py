@@ -404,7 +404,7 @@ def test_servers_on_other_nodes_get_weights_and_a_lost_one_is_started_elsewhere(
         output = wait_for_end()
         assert server_addresses(nodes, 4) == []  # the run has ended its server
     lost = f"the server at http://{addresses[3][0]} is gone with its actor"
-    assert f"{lost}; started again, 1 restarts left" in output
+    assert f"{lost}; starting it again, 1 restarts left" in output
     assert "trainers start again" not in output
     assert len(comparable_metrics(run)) == 5
     for server in ("solver.0", "solver.1", "verifier.0"):

@@ -264,7 +264,7 @@ class Fleet:
             self._give_up(replica, reason)
         if not self._restarts.take():
             raise EngineError(f"SGLang: {reason}; no restart is left")
-        self.tell(f"SGLang: {reason}; started again, {self._restarts.remaining} restarts left")
+        self.tell(f"SGLang: {reason}; starting it again, {self._restarts.remaining} restarts left")
 
         asleep = sorted(replica.asleep)
         node_timeout_s = _NODE_TIMEOUT_S if len(self.replicas) > 1 else None

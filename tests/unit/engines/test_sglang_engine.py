@@ -253,7 +253,9 @@ def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Pat
     assert len({before.token_ids, *(completion.token_ids for completion in after)}) == 2
     assert {completion.versions[0].version for completion in after} == {7}
     (warning,) = warnings
-    assert re.search("fake server version 7 from [^;]*; started again, 0 restarts left$", warning)
+    assert re.search(
+        "fake server version 7 from [^;]*; starting it again, 0 restarts left$", warning
+    )
 
 
 @pytest.mark.slow
