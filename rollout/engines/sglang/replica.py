@@ -218,14 +218,15 @@ class Replica:
 
 
 def owned_replica(settings: SGLangSettings, number: int) -> Replica:
-    """Return server `number` of an engine, in Ray actors if Ray runs, else in this process.
+    """Return server `number` of an engine, which Ray actors start if Ray runs, else this process.
 
-    It has one actor for each of its `tp` GPUs. The first runs the server; the others reserve GPUs.
+    With Ray, it has one actor for each of its `tp` GPUs. The first runs the server; the others
+    reserve GPUs.
 
     Raises:
         EngineError: `settings.python` is not a file.
     """
-    arguments: dict[str, Any] = {
+    server_options: dict[str, Any] = {
         "python": settings.python or "",
         "arguments": server_arguments(settings),
         "log": str(Path(settings.log).with_suffix(f".{number}.log")),
@@ -234,7 +235,8 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
         "multi_node": settings.multi_node,
         "memory_share": settings.memory_share,
     }
-    server = Server(**arguments)  # with Ray too: its errors are raised here and not in an actor
+    # Made with Ray too: its errors are raised here and not in an actor.
+    server = Server(**server_options)
     if not ray.is_initialized():
         gpus = settings.gpus[number] if settings.gpus else ()
         return Replica(
@@ -255,7 +257,9 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     actor_class: Any = ray.remote(num_cpus=0)(Server)
 
     def make_actors() -> list[Any]:
-        return [actor_class.options(**options).remote(**arguments) for options in actor_options]
+        return [
+            actor_class.options(**options).remote(**server_options) for options in actor_options
+        ]
 
     return Replica(
         settings,

@@ -11,7 +11,7 @@ _TOOLKIT = Path("/usr/local/cuda")  # toolkit of the machine; SGLang looks here 
 def compiler_environment(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which a server finds nvcc and ninja.
 
-    PATH begins with the programs of SGLang's environment, which include ninja. CUDA_HOME is set if the
+    PATH begins with the `bin` folder of SGLang's environment, which has ninja. CUDA_HOME is set if the
     server would find no nvcc otherwise; it names the toolkit that requirements/sglang.sh assembles
     from the wheels in SGLang's environment.
 
