@@ -419,8 +419,8 @@ class AsyncRollouts:
         if trained and not any(map(self._has_trained_token, trajectories)):
             return (
                 f"{step_label(step)}: no completed trajectory has a sampled token of {', '.join(trained)} that "
-                "can be trained on, so the step would change nothing; the turns are missing or "
-                "masked, which `mcore-mas show` prints with the trajectories"
+                "can be trained on, so the step would change nothing; their turns are missing or masked; see "
+                "`mcore-mas show`, which prints the trajectories and marks masked turns"
             )
         return ""
 

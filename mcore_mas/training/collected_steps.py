@@ -50,8 +50,8 @@ class CollectedSteps:
 
     - `trajectories/step_000003.parquet`: rewarded trajectories of the step's batches so far.
     - `advantages/step_000003.parquet`: advantages that the step gave its turns.
-    - `collection/step_000003.jsonl`: trajectories of the batch under way that have finished (see
-      `CollectionLog`).
+    - `collection/step_000003.jsonl`: completed trajectories, and results of calls, of a step whose
+      collection is under way (see `CollectionLog`).
     - `quarantine/`: a file for each quarantined trajectory (see `rollout.teams.quarantine`).
     - `greedy-quarantine/`: the same for greedy trajectories, whose files have the same names.
 

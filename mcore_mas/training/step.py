@@ -232,7 +232,10 @@ def _note_warnings(
 
 
 def _asked_agents(config: RunConfig) -> list[str]:
-    """Return the agents that the orchestra asks; the rest sum up chats, which may never become full."""
+    """Return the agents that the orchestra asks.
+
+    Summarisers are left out: they are idle if no chat becomes full.
+    """
     summarisers = {agent.chats.summariser for agent in config.agents.values()}
     return [name for name in config.agents if name not in summarisers]
 

@@ -90,8 +90,9 @@ def train(
 
     Raises:
         Stopped: the run was told to stop.
-        ClusterError, ConfigError, FolderError, ModelError, PlacementError, RecordError,
-        TrainingError, CheckpointError: with a message of one line.
+        CheckpointError, ClusterError, ConfigError, CreditError, EngineError, FolderError, ModelError,
+        PlacementError, RecordError, RemoteError, RetrievalError, TrainingError: with a message of one
+        line.
     """
     forget_restarts()
     config = RunConfig.load(config_path)
@@ -103,7 +104,7 @@ def train(
     if problem:
         raise ConfigError(f"--address: {problem}")
 
-    # Everything that may refuse the run comes before the first process starts.
+    # The checks that need no other process come first.
     folder = ensure_writable(config.folder / "train")
     commit = code_commit()
     for policy, model in config.models.items():

@@ -36,7 +36,8 @@ def norm_kernel(
 ):
     """Normalize rows by their root mean square (RMSNorm, arXiv 1910.07467).
 
-    A program computes `block_rows` rows. `block_columns` is the next power of two of the columns.
+    A program computes `block_rows` rows. `block_columns` is the number of columns, rounded up to a
+    power of two.
 
     Args:
         x: [rows, columns].
