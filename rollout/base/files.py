@@ -119,7 +119,8 @@ def check_output_path(path: Path) -> None:
         FolderError: it cannot be written.
     """
     folder = path.absolute()
-    while not os.path.lexists(folder):  # False also if the user may not search the folder around it
+    # `lexists` is also False if the user may not search the parent folder.
+    while not os.path.lexists(folder):
         folder = folder.parent
     if folder == path.absolute() and not folder.is_dir():
         folder = folder.parent  # a file is replaced

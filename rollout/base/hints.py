@@ -10,6 +10,7 @@ def nearest_hint(name: str, choices: Iterable[str], label: str = "nearest") -> s
     The hint is a part of an error message about the name. Another `label`, such as "nearest agents", says what the
     choices are if the message is about something else.
     """
-    # With this cutoff, names of three letters that differ in one, such as "atc" and "act", are similar.
+    # With this cutoff, names of three letters are similar if two of the letters match in order, as in
+    # "atc" and "act", or "abc" and "abd".
     names = get_close_matches(name, list(dict.fromkeys(choices)), n=3, cutoff=0.66)
     return f"; {label}: {', '.join(names)}" if names else ""

@@ -103,7 +103,9 @@ class OrchestraConfig(Choice):
                 f"{nearest_hint(name, team)}"
             )
         possible = possible_agents(orchestra)
-        if not possible:  # unknown, or a trajectory without any turn says so when it is played
+        # None: the source does not show the agents. Empty: the orchestra asks no agent, which the first
+        # trajectory reports.
+        if not possible:
             return
         for name in team:
             if name not in possible | summarisers:

@@ -54,13 +54,17 @@ async def ab_mcts(
     """Grow a tree of attempts by Thompson sampling, and step the environment with the best one.
 
     Each attempt starts from the problem alone or improves on an earlier attempt; see
-    `TreeSearch`. The parsed reply is the action. Templates may use the slots `problem`, `attempt`,
-    the reply to improve on without its thought, and `feedback`, the environment's observation on
-    that reply; the last two are "" in an attempt that starts from the problem.
+    `TreeSearch`. The parsed reply is the action. Templates may use these slots:
+
+    - `problem`
+    - `attempt`: the reply to improve on, without its thought
+    - `feedback`: the environment's observation on that reply
+
+    `attempt` and `feedback` are "" in an attempt that starts from the problem.
 
     The reward and most metrics are computed with the task's answers, so the best attempt is chosen
-    with knowledge that no agent has. The metric `visible_rate` of the environment `code` is
-    computed on the visible tests only, and so is its feedback.
+    with knowledge that no agent has. With `grading.measure: visible_rate`, the environment `code`
+    computes grades and feedback from the visible tests only.
 
     The field `node` of a turn is its node in the tree, and its scores `local` and `branch` are its
     grade. Agents may also improve on the text of a malformed reply. The best attempt, the first of

@@ -446,7 +446,7 @@ class Trajectory:
         """Reason why the trajectory was not completed, for counting; "" if it was.
 
         It is "overlong", "undecided", "unasked", "quarantined", "late/" with the part that was late,
-        or the class of the error.
+        or the part of the error before its first colon. This is the error's class, if it has one.
         """
         if not self.error:
             return ""

@@ -177,7 +177,10 @@ def _is_undecided(trajectory: Trajectory) -> bool:
 
 
 def _count_as_wrong(trajectory: Trajectory, agents: Container[str]) -> Trajectory:
-    """Count the undecided turns of these agents as wrong, and an undecided outcome if one of them spoke last."""
+    """Count undecided turns of these agents as wrong.
+
+    If one of them spoke last, count an undecided outcome as wrong too.
+    """
     turns = tuple(
         _with_local_zero(turn) if turn.agent in agents else turn for turn in trajectory.turns
     )
@@ -202,10 +205,11 @@ def _with_local_zero(turn: Turn) -> Turn:
 
 
 def _with_team_zero(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Set the scores that contain the team's reward as for a reward of 0, on turns that lack them.
+    """Set missing scores that include the team's reward, as if that reward were 0.
 
     These are `team` and, in a tree, `branch`: the sum of the node's local scores and the team's
-    reward. The turns of a tree's last round lack `branch` if all branches of that round failed.
+    reward. The turns of a tree's last round lack `branch` if all branches of that round failed. So
+    does the undecided attempt of `ab_mcts`.
     """
     local_by_node: dict[str, float] = defaultdict(float)  # sums of local scores
     for turn in turns:
