@@ -11,8 +11,8 @@ from mcore_mas.training.train import train
 from tests.support.in_process import training_here
 from tests.support.run_folder import cold_started_run
 
-# Nothing reads the demo's validation and checkpoint in the middle of its 20 steps.
-SETTINGS = ("trainer.validate_every=20", "trainer.checkpoint_every=20")
+# Nothing reads the demo's validation and checkpoint in the middle of its 8 steps.
+SETTINGS = ("trainer.validate_every=8", "trainer.checkpoint_every=8")
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_one_model_is_as_right_as_the_vote_at_a_third_of_its_tokens(
     run = cold_started_run(tmp_path, *SETTINGS, experiment="demo_distill")
     with training_here(monkeypatch):
         train(run / "config.yaml")
-    team, model = distill(run, tmp_path / "one", DistillSettings(lr=3e-4))
+    team, model = distill(run, tmp_path / "one", DistillSettings(lr=3e-4, epochs=6, batch=8))
     print("\n".join(describe(team, model)))
     assert model.accuracy >= 0.95 * team.accuracy
     assert model.sampled <= 0.4 * team.sampled
