@@ -6,6 +6,9 @@ before it enters the sandbox: an assertion such as `assert add(2, 3) == 5` becom
 last argument is None, because 5 is not a parameter of the test. 5 stays outside the sandbox, where
 `rollout/environments/hidden_verdicts.py` compares it with the reported value. Every test reports its
 end too.
+
+Only literals in assertions and in `parametrize` lists are withheld. Values with a name, as in
+`expected = 5`, stay in the file, because other code may read them.
 """
 
 import ast
@@ -19,12 +22,12 @@ from typing import Any, Literal
 # Names of functions that the program in the sandbox (`rollout/sandbox/guest/pytest_runner.py`) defines
 # for the rewritten files, with their arguments.
 CHECK = "__check__"  # (site, value, parameter or None): report a value
-# (site or None, operator, left, right, origin of left, origin of right): compare two values, and report
+# (site or None, operator, left, right, left is trusted, right is trusted): compare two values, and report
 # to the site if the comparison is true
 COMPARE = "__compare__"
-OPERANDS = "__operands__"  # likewise for assertEqual, whose first two arguments it returns
+# Likewise for methods such as assertEqual and assertListEqual; returns their first two arguments.
+OPERANDS = "__operands__"
 GUARD = "__guard__"  # (value): return the value, or another one if it claims to equal everything
-KEEP = "__keep__"  # (name, value): remember a value that must not change before its comparison
 END = "__end__"  # (number of the test function): report that the test has reached its end
 WITHHELD = "__withheld__"  # (number): stand for a withheld value among a test's parameters
 
@@ -99,10 +102,7 @@ _COMPUTING_MODULES = {
 # from the values that tests are likely to expect.
 FIRST_NUMBER = 7_000_001
 
-# Expressions whose value is a new list, tuple, set or dictionary.
-_NEW_CONTAINERS = (
-    ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.SetComp | ast.DictComp
-)
+_DISPLAY = ast.List | ast.Tuple | ast.Set | ast.Dict
 
 _NO_LITERAL = object()
 # Constants whose `repr` is no literal: the ellipsis, and infinity, which is written as 1e999.
@@ -164,11 +164,6 @@ class HiddenTestFile:
         tests: test functions by qualified name, such as `TestAdd.test_one`. A name has several if the
             file defines it several times, for example in both branches of an `if`.
         withheld: withheld values of parameters by number.
-        stable_names: module-level names that are bound once in the whole file, and whose values no
-            code of the file is seen to change (see `_names_that_may_change`). A test fails if such
-            a value has changed when it ends.
-        constants: the stable names that are bound to a literal, with the values that they have in
-            the instrumented source; a withheld value is None there.
         names: all names that the file may bind at module level; None if they are unknown.
         rebound_names: module-level names that functions of the file declare `global`.
         computing_modules: modules of the standard library with which the file may compute
@@ -179,8 +174,6 @@ class HiddenTestFile:
     sites: dict[int, Site] = field(default_factory=dict)
     tests: dict[str, list[HiddenTest]] = field(default_factory=dict)
     withheld: dict[int, WithheldValue] = field(default_factory=dict)
-    stable_names: list[str] = field(default_factory=list)
-    constants: dict[str, Any] = field(default_factory=dict)
     names: list[str] | None = None
     rebound_names: list[str] = field(default_factory=list)
     computing_modules: list[str] = field(default_factory=list)
@@ -222,11 +215,6 @@ def _instrument_file(source: str) -> HiddenTestFile | None:
             comparing_methods=comparing_methods,
         )
         file.tests.setdefault(name, []).append(test)
-    withheld_constants = set(file.constants) - _names_in_use(tree, set(file.constants))
-    for constant in withheld_constants:
-        _blank_constant(tree.body, constant)
-        # At the end of a test the sandbox reports the constant's value, which must be this one.
-        file.constants[constant] = None
 
     ast.fix_missing_locations(tree)
     text = ast.unparse(tree)
@@ -274,39 +262,26 @@ def _instrument_test(
 ) -> HiddenTest:
     """Rewrite one test function in place, and add its sites to the file; return its description.
 
-    A name can be withheld only if all of its uses are withheld. The function is rewritten with all
+    A parameter can be withheld only if all of its uses are withheld. The function is rewritten with all
     candidates first; if one of them is still in use then, it is rewritten without that one.
     """
-    local_constants = _local_constants(function)
     parameters = _literal_parameters(function)
-    assignment_counts = _count_assignments(function)
-    compared_names = _names_only_compared(function)
-    module_constants = {
-        key: value for key, value in file.constants.items() if key not in assignment_counts
-    }
     original = copy.deepcopy(function)
     while True:
         rewriter = _TestRewriter(
             first_site=FIRST_NUMBER + len(file.sites),
             number=number,
-            constants={**module_constants, **local_constants},
             parameters=set(parameters),
-            compared_names=compared_names - set(parameters) - set(local_constants),
             trusted_names=trusted_names,
             comparing_methods=comparing_methods,
         )
         function.body = rewriter.rewrite(function)
-        in_use = _names_in_use(function, {*local_constants, *parameters})
+        in_use = _parameters_in_use(function, set(parameters))
         if not in_use:
             break
-        local_constants = {
-            key: value for key, value in local_constants.items() if key not in in_use
-        }
         parameters = {key: slots for key, slots in parameters.items() if key not in in_use}
         function.body = copy.deepcopy(original).body
 
-    for constant in local_constants:
-        _blank_constant(function.body, constant)
     for parameter, slots in parameters.items():
         if parameter in rewriter.withheld_parameters:
             _withhold_parameter(file, parameter, slots)
@@ -314,20 +289,18 @@ def _instrument_test(
     return rewriter.test
 
 
-def _names_in_use(tree: ast.AST, names: set[str]) -> set[str]:
-    """Return the names whose value a rewritten tree still uses, other than as the parameter of a check."""
-    check_parameters = set()
-    for node in ast.walk(tree):
+def _parameters_in_use(function: _Function, parameters: set[str]) -> set[str]:
+    """Return the parameters that a rewritten function still uses, other than as arguments of checks."""
+    check_arguments = set()
+    for node in ast.walk(function):
         if isinstance(node, ast.Call) and _called_name(node) == CHECK:
-            check_parameters.add(id(node.args[2]))
+            check_arguments.add(id(node.args[2]))
 
     in_use = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
-            continue
-        if node.id in names and id(node) not in check_parameters:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and id(node) not in check_arguments:
             in_use.add(node.id)
-    return in_use
+    return in_use & parameters
 
 
 class _TestRewriter:
@@ -338,9 +311,7 @@ class _TestRewriter:
         *,
         first_site: int,
         number: int,
-        constants: Mapping[str, Any],
         parameters: set[str],
-        compared_names: set[str],
         trusted_names: set[str],
         comparing_methods: Mapping[str, Comparison],
     ) -> None:
@@ -349,22 +320,15 @@ class _TestRewriter:
         Args:
             first_site: number of the function's first site.
             number: number of the function.
-            constants: values of names that are bound to a literal. A comparison with such a name is
-                treated like one with the literal.
             parameters: parameters of the function whose values can be withheld.
-            compared_names: names that are bound once and only compared. The value of such a name is
-                remembered (see `KEEP`) if it is a list, tuple, set or dictionary that is written out.
-            trusted_names: names whose values cannot come from the repository.
+            trusted_names: names of objects that may rightly equal everything (see `_is_trusted`).
             comparing_methods: methods that compare their first two arguments by an operator.
         """
         self.sites: dict[int, Site] = {}
         self.test = HiddenTest(number=number)
         self.withheld_parameters: set[str] = set()
         self._first_site = first_site
-        self._constants = constants
         self._parameters = parameters
-        self._compared_names = compared_names
-        self._remembered_names: set[str] = set()
         self._trusted_names = trusted_names
         self._comparing_methods = comparing_methods
 
@@ -395,9 +359,6 @@ class _TestRewriter:
                 return [self._end_call(), statement]
             case ast.Assert():
                 return self._rewrite_assert(statement, is_required)
-            case ast.Assign(targets=[ast.Name(id=name)]) if self._can_remember(name, statement):
-                self._remembered_names.add(name)
-                return [statement, _keep_call(name)]
             case ast.Expr(value=ast.Call() as call):
                 return [self._rewrite_call(call, is_required) or statement]
             case ast.With() | ast.AsyncWith() if _may_leave_context(statement):
@@ -473,10 +434,10 @@ class _TestRewriter:
 
         A comparison with a stated value becomes a report. Without a stated value, a call that checks
         equality stays, with operands that are also compared by `__operands__`: the call checks types
-        too, as `assertListEqual` does. Other comparisons without a stated value become assertions. In
-        an argument of assertTrue or assertFalse that is not itself a comparison, comparisons are
-        guarded (see `_guard_comparisons`). The first two arguments of other methods, except those of
-        mocks, are guarded by `__guard__`.
+        too, as `assertListEqual` does. Other comparisons without a stated value become assertions. An
+        argument of assertTrue or assertFalse is treated as a comparison if `_simplify` can make it
+        one; otherwise the comparisons in it are guarded (see `_guard_comparisons`). The first two
+        arguments of other methods, except those of mocks, are guarded by `__guard__`.
 
         Returns:
             Statement in place of the call; None if the call stays, perhaps with other arguments.
@@ -513,8 +474,7 @@ class _TestRewriter:
             return check
         if comparison == "==":
             site = self._add_site(Site(comparison="is", expected=True), is_required)
-            origins = self._origins(left, right)
-            operands = _call(OPERANDS, site, ast.Constant("=="), left, right, *origins)
+            operands = _call(OPERANDS, site, left, right, *self._trust_of(left, right))
             call.args = [ast.Starred(operands, ast.Load()), *others]
             return None
         test = ast.Compare(left, [_OPERATORS[comparison]()], [right])
@@ -531,34 +491,18 @@ class _TestRewriter:
 
     def _guard_operand(self, operand: ast.expr) -> ast.expr:
         """Return an operand with a guard against a value that claims to equal everything."""
-        return operand if self._is_trusted(operand) else _call(GUARD, operand)
+        is_trusted = _is_trusted(operand, self._trusted_names)
+        return operand if is_trusted else _call(GUARD, operand)
 
     def _compare_call(
         self, site: ast.expr, comparison: Comparison, left: ast.expr, right: ast.expr
     ) -> ast.expr:
-        origins = self._origins(left, right)
-        return _call(COMPARE, site, ast.Constant(comparison), left, right, *origins)
+        trust = self._trust_of(left, right)
+        return _call(COMPARE, site, ast.Constant(comparison), left, right, *trust)
 
-    def _origins(self, left: ast.expr, right: ast.expr) -> list[ast.expr]:
-        """Return the origin of each operand.
-
-        It is the name of the operand if its value must be the remembered one; True if its value
-        cannot come from the repository (see `_is_trusted`); else None.
-        """
-        origins: list[ast.expr] = []
-        for operand in (left, right):
-            if isinstance(operand, ast.Name) and operand.id in self._remembered_names:
-                origins.append(ast.Constant(operand.id))
-            else:
-                origins.append(ast.Constant(True if self._is_trusted(operand) else None))
-        return origins
-
-    def _can_remember(self, name: str, assignment: ast.Assign) -> bool:
-        """Return True if only an attack changes the value of a name before its comparison.
-
-        Other objects, such as a fixture's list of calls, may change because the tested code runs.
-        """
-        return name in self._compared_names and isinstance(assignment.value, _NEW_CONTAINERS)
+    def _trust_of(self, *operands: ast.expr) -> list[ast.expr]:
+        """Return a constant for each operand: True if it is trusted (see `_is_trusted`)."""
+        return [ast.Constant(_is_trusted(operand, self._trusted_names)) for operand in operands]
 
     def _withhold(
         self, comparison: Comparison, left: ast.expr, right: ast.expr, is_required: bool
@@ -566,7 +510,7 @@ class _TestRewriter:
         """Return the statement that reports the computed operand of a comparison with a stated one.
 
         Returns:
-            The statement; None if neither operand is stated, or both are constants, or if the operator
+            The statement; None if neither operand is stated, or both are literals, or if the operator
             is `is` or `is not` and the stated operand is not None, True or False.
         """
         for stated, computed in ((right, left), (left, right)):
@@ -577,13 +521,13 @@ class _TestRewriter:
                 parameter = stated.id
                 parameter_argument = stated
             else:
-                expected = self._stated_value(stated)
+                expected = _literal(stated)
                 if expected is _NO_LITERAL:
                     continue
             is_singleton = not parameter and (expected is None or isinstance(expected, bool))
             if comparison in ("is", "is not") and not is_singleton:
                 continue
-            if self._stated_value(computed) is not _NO_LITERAL:
+            if _literal(computed) is not _NO_LITERAL:
                 continue
 
             site = Site(
@@ -605,20 +549,6 @@ class _TestRewriter:
         if is_required:
             self.test.required_sites.append(number)
         return ast.Constant(number)
-
-    def _stated_value(self, node: ast.expr) -> Any:
-        """Return the value of a literal or of a constant's name; `_NO_LITERAL` for other expressions."""
-        if isinstance(node, ast.Name) and node.id in self._constants:
-            return self._constants[node.id]
-        return _literal(node)
-
-    def _is_trusted(self, operand: ast.expr) -> bool:
-        """Return True if the operand has names, and all of them are imported from pytest or unittest.
-
-        Then no code of the repository computes its value; an example is `pytest.approx(0.5)`.
-        """
-        names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
-        return bool(names) and names <= self._trusted_names
 
     def _end_call(self) -> ast.stmt:
         return ast.Expr(_call(END, ast.Constant(self.test.number)))
@@ -666,12 +596,20 @@ class _ComparisonGuard(ast.NodeTransformer):
         return self._compare_call(no_site, comparison, node.left, node.comparators[0])
 
 
+def _is_trusted(operand: ast.expr, trusted_names: set[str]) -> bool:
+    """Return True if an operand may rightly equal everything, because of an object of pytest or unittest.
+
+    All names of a trusted expression are trusted, as in `mock.ANY`; of a list, tuple, set or dictionary,
+    one of them is enough, as in `{"id": mock.ANY, "name": name}`.
+    """
+    names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
+    if isinstance(operand, _DISPLAY):
+        return not names.isdisjoint(trusted_names)
+    return bool(names) and names <= trusted_names
+
+
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(function, ast.Load()), [*arguments], [])
-
-
-def _keep_call(name: str) -> ast.stmt:
-    return ast.Expr(_call(KEEP, ast.Constant(name), ast.Name(name, ast.Load())))
 
 
 def _called_name(call: ast.Call) -> str:
@@ -719,53 +657,6 @@ def _literal(node: ast.expr) -> Any:
     return value
 
 
-def _literal_assignment(statement: ast.stmt) -> tuple[str, Any]:
-    """Return name and value of a statement `name = literal`; ("", None) for others."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        value = _literal(statement.value)
-        if isinstance(target, ast.Name) and value is not _NO_LITERAL:
-            return target.id, value
-    return "", None
-
-
-def _local_constants(function: _Function) -> dict[str, Any]:
-    """Return the literal values of local names that are assigned once, outside of inner blocks."""
-    assignment_counts = _count_assignments(function)
-    constants = {}
-    for statement in function.body:
-        name, value = _literal_assignment(statement)
-        if name and assignment_counts[name] == 1:
-            constants[name] = value
-    return constants
-
-
-def _names_only_compared(function: _Function) -> set[str]:
-    """Return the names of a function that are bound once and only used as operands of assertions.
-
-    The test does not change their values between their binding and their comparison.
-    """
-    methods = {**_COMPARING_METHODS, **_EQUALITY_METHODS}
-    operands: list[ast.expr] = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assert):
-            for comparison in ast.walk(node.test):
-                if isinstance(comparison, ast.Compare):
-                    operands += [comparison.left, *comparison.comparators]
-        elif isinstance(node, ast.Call) and _called_name(node) in methods:
-            operands += node.args[:2]
-    compared = {id(operand) for operand in operands}
-
-    assignment_counts = _count_assignments(function)
-    used_otherwise: set[str] = set()
-    used: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            names = used if id(node) in compared else used_otherwise
-            names.add(node.id)
-    return {name for name in used - used_otherwise if assignment_counts.get(name) == 1}
-
-
 def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
     """Set the fields of a file about its module-level names and its imports."""
     for node in ast.walk(tree):
@@ -773,40 +664,6 @@ def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
             file.rebound_names += node.names
     file.names = _bound_names(tree)
     file.computing_modules = sorted(_imported_modules(tree) & _COMPUTING_MODULES)
-
-    assignment_counts = _count_assignments(tree)
-    changed = _names_that_may_change(tree) | set(file.rebound_names)
-    for statement in tree.body:
-        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            continue
-        target = statement.targets[0]
-        if not isinstance(target, ast.Name) or target.id.startswith("__"):
-            continue
-        if assignment_counts[target.id] == 1 and target.id not in changed:
-            file.stable_names.append(target.id)
-            value = _literal(statement.value)
-            if value is not _NO_LITERAL:
-                file.constants[target.id] = value
-
-
-_ALIASING = ast.keyword | ast.Starred | ast.Assign | ast.Return  # may give a value another name
-
-
-def _names_that_may_change(tree: ast.Module) -> set[str]:
-    """Return the names whose value may change, such as x in `x.sort()`, `x[0] = 1`, `f(x)` and `y = x`.
-
-    A read such as `x[0]` counts too, because the element may be changed. Changes through a loop
-    `for y in x`, or through a tuple as in `y, z = x, 1`, are not recognized.
-    """
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
-            names.add(node.value.id)
-        elif isinstance(node, ast.Call):
-            names.update(argument.id for argument in node.args if isinstance(argument, ast.Name))
-        elif isinstance(node, _ALIASING) and isinstance(node.value, ast.Name):
-            names.add(node.value.id)
-    return names
 
 
 def _imported_modules(tree: ast.Module) -> set[str]:
@@ -822,9 +679,12 @@ def _imported_modules(tree: ast.Module) -> set[str]:
 
 def _bound_names(tree: ast.Module) -> list[str] | None:
     """Return the names that a file may bind at module level; None for `from module import *`."""
-    names = set(_count_assignments(tree))
+    names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Name):
+            if not isinstance(node.ctx, ast.Load):
+                names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         elif isinstance(node, _Function | ast.ClassDef):
             names.add(node.name)
@@ -835,38 +695,14 @@ def _bound_names(tree: ast.Module) -> list[str] | None:
     return None if "*" in names else sorted(names)
 
 
-def _count_assignments(tree: ast.AST) -> dict[str, int]:
-    """Return how often each name is bound in a tree: assigned, deleted, or a parameter.
-
-    Imports and definitions are not counted.
-    """
-    counts: dict[str, int] = {}
-    for node in ast.walk(tree):
-        name = ""
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            name = node.id
-        elif isinstance(node, ast.arg):
-            name = node.arg
-        if name:
-            counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def _blank_constant(statements: Sequence[ast.stmt], name: str) -> None:
-    """Replace the value of a constant by None."""
-    for statement in statements:
-        if isinstance(statement, ast.Assign) and _literal_assignment(statement)[0] == name:
-            statement.value = ast.Constant(None)
-
-
 def _adds_equality_functions(tree: ast.Module) -> bool:
-    """Return True if a test case of the file gives types an equality function of its own."""
+    """Return True if the file uses `addTypeEqualityFunc`, which changes how assertEqual compares a type."""
     attributes = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return "addTypeEqualityFunc" in attributes
 
 
 def _trusted_names(tree: ast.Module) -> set[str]:
-    """Return the names that the file imports from pytest and unittest."""
+    """Return the names imported from pytest and unittest, and those of containers with such a name."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -878,7 +714,14 @@ def _trusted_names(tree: ast.Module) -> set[str]:
         for module, alias in zip(modules, node.names, strict=True):
             if module.partition(".")[0] in ("pytest", "unittest"):
                 names.add(alias.asname or alias.name.partition(".")[0])
-    return names
+
+    containers: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, _DISPLAY):
+            continue
+        if _is_trusted(node.value, names):
+            containers.update(part.id for part in node.targets if isinstance(part, ast.Name))
+    return names | containers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -897,14 +740,19 @@ class _ParameterSlot:
 
 
 def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
-    """Return the slots of each parameter whose values can all be withheld, by parameter."""
+    """Return the slots of each parameter whose values can all be withheld, by parameter.
+
+    A test with other arguments than parameters has none: its fixtures may take the parameters too.
+    """
     parameters: dict[str, list[_ParameterSlot]] = {}
+    parameter_names: set[str] = set()
     for decorator in function.decorator_list:
         if not isinstance(decorator, ast.Call) or _called_name(decorator) != "parametrize":
             continue
         if len(decorator.args) != 2 or decorator.keywords:
             continue
         names = _parameter_names(decorator.args[0])
+        parameter_names.update(names)
         value_sets = decorator.args[1]
         if not isinstance(value_sets, ast.List | ast.Tuple) or not value_sets.elts:
             continue
@@ -916,7 +764,8 @@ def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
             slots = _parameter_slots(value_sets.elts, index, is_only_parameter=len(names) == 1)
             if len(slots) == len(value_sets.elts) and _can_withhold(slots):
                 parameters[name] = slots
-    return parameters
+    arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    return parameters if arguments <= {"self", *parameter_names} else {}
 
 
 def _parameter_slots(

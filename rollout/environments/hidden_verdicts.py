@@ -53,7 +53,7 @@ _UNKNOWN = "?"
 _MAX_EQUAL_DECOYS = 0.25
 
 # An event of a test: ["report", phase, outcome, is an expected failure], ["site", number, number of
-# the withheld value or -1, text of the value] or ["end", number, texts of constants by name].
+# the withheld value or -1, text of the value] or ["end", number].
 _Event = Sequence[Any]
 _REPORT_KB = 8192  # largest report
 
@@ -99,8 +99,6 @@ async def passed_tests(
         request = {
             "mark": mark,
             "module": module,
-            "constants": sorted(test_file.constants),
-            "stable_names": test_file.stable_names,
             "names": test_file.names,
             "rebound_names": test_file.rebound_names,
             "computing_modules": test_file.computing_modules,
@@ -187,26 +185,24 @@ class _Judge:
         return _TestVerdict(passes=True, open_sites=open_sites)
 
     def _is_complete(self, name: str, events: Sequence[_Event]) -> bool:
-        """Return True if a test has reached its end and its required sites, with constants unchanged."""
+        """Return True if a test has reached its end and its required sites."""
         functions = self._functions_of_test(name)
         if not functions:
-            # The function is inherited or not in the file, so only pytest knows about its end.
+            # The file does not define the function, so only pytest knows about its end.
             return True
         sites = {event[1] for event in events if event[0] == "site"}
-        for kind, *values in events:
-            if kind != "end":
-                continue
-            number, constants = values
-            for function in functions:
-                if function.number == number and sites.issuperset(function.required_sites):
-                    return self._are_constant(constants)
-        return False
+        ends = {event[1] for event in events if event[0] == "end"}
+        return any(
+            function.number in ends and sites.issuperset(function.required_sites)
+            for function in functions
+        )
 
     def _functions_of_test(self, name: str) -> list[HiddenTest]:
         """Return the functions of the file that a test of pytest may have run.
 
-        There are several if the file defines the function several times. There are none if a class
-        inherits the test: pytest names the test after that class, which does not define the function.
+        There are several if the file defines the function several times. There are none if the file does
+        not define it: for example, a class inherits it (pytest then names the test after that class), or
+        the file imports it.
 
         Args:
             name: name that pytest gives the test.
@@ -216,19 +212,6 @@ class _Judge:
         # server that listens everywhere.
         _, *parts = re.split(r":{2}", name.partition("[")[0])
         return self._file.tests.get(".".join(parts), [])
-
-    def _are_constant(self, reported: Mapping[str, str]) -> bool:
-        """Return True if the constants of the file have kept their values.
-
-        Args:
-            reported: texts of the values by name; see `_UNKNOWN`. Constants have no candidates, so
-                no text begins with "!".
-        """
-        for name, value in self._file.constants.items():
-            text = reported.get(name, _UNKNOWN)
-            if text == _UNKNOWN or ast.literal_eval(text.removeprefix("=")) != value:
-                return False
-        return True
 
     def _compare_values(self, name: str, events: Sequence[_Event]) -> dict[str, Any] | None:
         """Compare the values that a test has reported with the expected ones.
@@ -294,8 +277,8 @@ class _Judge:
                 return False
         if text.startswith("!") and candidates is not None:
             return _distinguishes_expected(site, text[1:].split(";"), candidates)
-        # All that is known of the value is that it is not plain data. So it is not None, True or False,
-        # which are the only values that tests compare by `is not`.
+        # All that is known of the value is that it is not plain data. Sites with `is` and `is not` expect
+        # only None, True or False, so `is not` is true. Any other comparison counts as false.
         return site.comparison == "is not"
 
     def _original_name(self, name: str) -> str:

@@ -26,9 +26,6 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
-# Origin of an operand: True if it cannot come from the code under test, the name whose remembered
-# value it must have, or None.
-Origin = bool | str | None
 Event = tuple[Any, ...]
 Send = Callable[[Event], None]
 Binding = tuple[Mapping[str, Any], str, Any]  # namespace, name and value
@@ -254,14 +251,13 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
 
     Events that do not come from the functions of this program are dropped, and so are sites and
     ends that do not come from the code of the test file. Reports and ends are also dropped if a
-    guarded function was replaced (see `_guarded_bindings`), and ends if the test file's names have
-    changed. An event that equals one of the test's last 100 is kept once.
+    guarded function was replaced (see `_guarded_bindings`), and ends if the test file's names are
+    bound to other values. An event that equals one of the test's last 100 is kept once.
 
     Args:
         mark: secret at the start of the report's line.
         report_file: descriptor to which the report is written.
-        request: names of the test file (see `HiddenTestFile`). The values of its `constants` are
-            reported at the end of each test.
+        request: names of the test file (see `HiddenTestFile`).
     """
     program_code: dict[int, types.CodeType] = {}  # code of this program, by id
     for item in globals().values():
@@ -304,11 +300,8 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
             is_genuine = test_code.get(id(frame.f_code)) is frame.f_code
             if not is_genuine or frame.f_globals is not test_globals:
                 continue
-        if kind == "end":
-            if names is None or not names.are_unchanged():
-                continue
-            values = {name: _describe(test_globals.get(name)) for name in request["constants"]}
-            event = (*event, values)
+        if kind == "end" and (names is None or not names.are_unchanged()):
+            continue
         test_events = events.setdefault(test, [])
         if event not in test_events[-100:]:
             test_events.append(event)
@@ -325,19 +318,16 @@ class _TestNames:
         self._scope = scope
         self._rebound = request["rebound_names"]
         self._values = self._bound_values()
-        self._texts = {name: _describe(scope.get(name)) for name in request["stable_names"]}
         self._has_foreign_names = request["names"] is not None and any(
             name not in request["names"] for name in self._values
         )
 
     def are_unchanged(self) -> bool:
-        """Return True if every name is one of the file, and has its value before the first test."""
+        """Return True if every name is one of the file, and bound to the same object as before the tests."""
         values = self._bound_values()
         if self._has_foreign_names or list(values) != list(self._values):
             return False
-        if not all(value is self._values[name] for name, value in values.items()):
-            return False
-        return all(_describe(values.get(name)) == text for name, text in self._texts.items())
+        return all(value is self._values[name] for name, value in values.items())
 
     def _bound_values(self) -> dict[str, Any]:
         values = {}
@@ -556,77 +546,66 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
     choices = {}
     for key, texts in candidates.items():
         choices[key] = [ast.literal_eval(text) for text in texts]
-    bound_texts: dict[str, str] = {}  # value at its binding, by name
 
-    def check(site: int, value: object, token: object) -> None:
-        """Report a value; if it is not plain data, report how it compares with candidates."""
-        number = token.number if type(token) is _Withheld else -1
+    def check(site: int, value: object, parameter: object) -> None:
+        """Report a value; if it is not plain data and has candidates, report how it compares with them."""
+        number = parameter.number if type(parameter) is _Withheld else -1
         text = _describe(value)
         key = f"{site}/{number}"
         if text == _UNKNOWN and key in choices:
             text = "!" + ";".join(_comparisons(value, choice) for choice in choices[key])
         send(("site", site, number, text))
 
-    def keep(name: str, value: object) -> None:
-        """Remember the value of a name at its binding."""
-        bound_texts[name] = _describe(value)
-
     def is_trustworthy(
-        operator: str, left: object, right: object, left_origin: Origin, right_origin: Origin
+        operator: str, left: object, right: object, left_is_trusted: bool, right_is_trusted: bool
     ) -> bool:
         """Return False if a comparison is true only because the code under test has arranged it.
 
-        That is so if a name has lost the value of its binding, or if an operand that may come from
-        the code under test also compares with objects with which it cannot.
+        That is so if the comparison is also true for objects for which it must be false, as with an
+        `__eq__` that is always true. Trusted operands, such as `mock.ANY`, may rightly do this.
         """
-        for origin, value in ((left_origin, left), (right_origin, right)):
-            bound_text = bound_texts.get(origin) if type(origin) is str else None
-            if bound_text is not None and bound_text != _describe(value):
-                return False
-        if left_origin is not True and not _tells_apart(operator, left, right, is_left=True):
+        if not left_is_trusted and not _tells_apart(operator, left, right, is_left=True):
             return False
-        return right_origin is True or _tells_apart(operator, right, left, is_left=False)
+        return right_is_trusted or _tells_apart(operator, right, left, is_left=False)
 
     def compare(
         site: int | None,
         operator: str,
         left: object,
         right: object,
-        left_origin: Origin,
-        right_origin: Origin,
+        left_is_trusted: bool,
+        right_is_trusted: bool,
     ) -> object:
         """Return the result of a comparison, and report it if it is true and has a site.
 
-        Equality, order and membership that are not trustworthy count as false.
+        An equality, order or membership that is not trustworthy counts as false and is not reported:
+        the function returns False, or True for `!=` and `not in`.
         """
         result = _OPERATORS[operator](left, right)
-        is_negation = operator in _NEGATIONS
         try:
             is_true = bool(result)
         except Exception:  # such as an array with a result for each element
             return result
-        if is_true is not is_negation:
+        is_negation = operator in _NEGATIONS
+        positive_is_true = is_true != is_negation  # `==` for `!=`, and `in` for `not in`
+        if positive_is_true:
             positive = _NEGATIONS.get(operator, operator)
-            if not is_trustworthy(positive, left, right, left_origin, right_origin):
+            if not is_trustworthy(positive, left, right, left_is_trusted, right_is_trusted):
                 return is_negation
         if is_true and site is not None:
             send(("site", site, -1, "=True"))  # no withheld value; the text of True
         return result
 
     def operands(
-        site: int,
-        operator: str,
-        left: object,
-        right: object,
-        left_origin: Origin,
-        right_origin: Origin,
+        site: int, left: object, right: object, left_is_trusted: bool, right_is_trusted: bool
     ) -> tuple[object, object]:
-        """Return the operands of assertEqual, and report that they are equal, if they are.
+        """Return the operands of a method that checks equality, such as assertEqual.
 
-        If their equality is not trustworthy, return unequal operands instead.
+        Report the comparison if they are equal. If their equality is not trustworthy, return unequal
+        operands instead.
         """
         if left == right:
-            if not is_trustworthy(operator, left, right, left_origin, right_origin):
+            if not is_trustworthy("==", left, right, left_is_trusted, right_is_trusted):
                 return 0, 1
             send(("site", site, -1, "=True"))  # no withheld value; the text of True
         return left, right
@@ -644,7 +623,6 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
     scope.__compare__ = compare
     scope.__operands__ = operands
     scope.__guard__ = guard
-    scope.__keep__ = keep
     scope.__end__ = end
     scope.__withheld__ = _Withheld
 
@@ -709,7 +687,7 @@ def _builtin_base(kind: type) -> type:
 
 
 def _tells_apart(operator: str, value: Any, other: Any, *, is_left: bool) -> bool:
-    """Return False if a value claims to compare with objects with which it cannot.
+    """Return False if a true comparison of a value is also true for objects for which it must be false.
 
     Args:
         operator: operator of a comparison that is true.
