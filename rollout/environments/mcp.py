@@ -136,11 +136,29 @@ async def _start_server(
         streams = await stack.enter_async_context(stdio_client(parameters, errlog=server_log))
         session = await stack.enter_async_context(ClientSession(*streams))
         await session.initialize()
-        mcp_tools = (await session.list_tools()).tools
+        descriptions = await _list_tools(session)
     except Exception as error:
         raise _env_error(f"MCP server '{name}'", error) from error
     record = calls if server.outside else None
-    return [_make_tool(session, mcp_tool, record) for mcp_tool in mcp_tools]
+    return [_make_tool(session, description, record) for description in descriptions]
+
+
+async def _list_tools(session: Any) -> list[Any]:
+    """Return a server's descriptions of all its tools, which it may list on several pages.
+
+    Args:
+        session: `mcp.ClientSession` of the server.
+    """
+    from mcp.types import PaginatedRequestParams
+
+    descriptions: list[Any] = []
+    cursor = None
+    while True:
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        descriptions += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return descriptions
 
 
 def _make_tool(session: Any, mcp_tool: Any, record: CallRecord | None) -> Tool:

@@ -34,10 +34,15 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
             "capabilities": {"tools": {}},
             "serverInfo": info,
         }
-    if method == "tools/list":
-        return {
-            "tools": [{"name": name, "inputSchema": schema} for name, schema in _SCHEMAS.items()]
+    if method == "tools/list":  # every page has one tool, and its cursor is that tool's number
+        names = list(_SCHEMAS)
+        number = int(params.get("cursor", 0))
+        page: dict[str, Any] = {
+            "tools": [{"name": names[number], "inputSchema": _SCHEMAS[names[number]]}]
         }
+        if number + 1 < len(names):
+            page["nextCursor"] = str(number + 1)
+        return page
     if method == "tools/call":
         return {"content": [{"type": "text", "text": call(params["name"], params["arguments"])}]}
     return None
