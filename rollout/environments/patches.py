@@ -19,6 +19,7 @@ _BLOCK = re.compile(
     r"(?P<old>.*?)^={5,9}[ \t]*\n(?P<new>.*?)^>{5,9} REPLACE[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
+_BLOCK_START = re.compile(r"^<{5,9} SEARCH[ \t]*$", re.MULTILINE)
 _MAX_PATH_CHARS = 200
 
 
@@ -53,8 +54,8 @@ def parse_patch(text: str) -> list[Edit]:
     The text up to the last `</think>` is ignored.
 
     Raises:
-        BadPatch: the text has no edit, a path is refused (see `_repository_path`), or a hunk has no
-            file or no line numbers.
+        BadPatch: the text has no edit, a path is refused (see `_repository_path`), one of several blocks
+            has no path or no end, or a hunk has no file or no line numbers.
     """
     text = after_thought(text)
     edits = []
@@ -65,6 +66,11 @@ def parse_patch(text: str) -> list[Edit]:
             new=tuple(_lines(block["new"])),
         )
         edits.append(edit)
+    if edits and _BLOCK_START.search(_BLOCK.sub("", text)):
+        raise BadPatch(
+            "A SEARCH/REPLACE block cannot be read: write the path of its file alone in the line above "
+            "`<<<<<<< SEARCH`, and end it with `>>>>>>> REPLACE`."
+        )
     if not edits:
         edits = _parse_diff(text)
     if not edits:

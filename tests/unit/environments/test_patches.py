@@ -46,6 +46,13 @@ def test_blocks_replace_lines_that_occur_once() -> None:
     assert patched(f"{BLOCK}\n\n{new}")["d.py"] == "pass\n"
 
 
+def test_a_block_without_a_path_is_not_left_out() -> None:
+    for path in ("", "**b.txt**\n"):
+        second = f"{path}<<<<<<< SEARCH\nx\n=======\ny\n>>>>>>> REPLACE"
+        with pytest.raises(BadPatch, match="write the path of its file alone in the line above"):
+            parse_patch(f"{BLOCK}\n{second}")
+
+
 def test_only_diffs_have_prefixes_before_their_paths() -> None:
     block = parse_patch("a/core.py\n<<<<<<< SEARCH\n=======\npass\n>>>>>>> REPLACE")
     assert [edit.path for edit in block] == ["a/core.py"]
