@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, TypeVar
 
 from pydantic import JsonValue, PositiveFloat, PositiveInt
@@ -336,8 +337,9 @@ class AlfworldEnv(ThreadWorldEnv):
     def start(self, key: str) -> Scene:
         if not Path(key).is_file():
             raise EnvError(f"{key}: no such game; run `alfworld-download`")
-        # The `AlfredTWEnv` is shared, so its list of games is replaced in a copy.
-        alfworld = copy.copy(load_alfworld(self.config))
+        with _ALFWORLD_LOCK:
+            shared = load_alfworld(self.config)
+        alfworld = copy.copy(shared)  # its list of games is replaced
         alfworld.game_files = [key]
         alfworld.num_games = 1
         self._env = alfworld.init_env(batch_size=1)
@@ -357,6 +359,10 @@ class AlfworldEnv(ThreadWorldEnv):
             solved=won,
             choices=tuple(infos["admissible_commands"][0]),
         )
+
+
+# Trajectories run in threads. `cache` alone would let each of those that start together read the folder.
+_ALFWORLD_LOCK = Lock()
 
 
 @cache

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,27 @@ def test_alfworld_games_are_played_through_its_interface(alfworld_folder: Path) 
     assert FakeAlfred.made == made_before + 1  # the folder is read once
     with pytest.raises(EnvError, match=r"no such game; run `alfworld-download`"):
         play_actions(make_env, "/no/such/game", "look")
+
+
+def test_alfworld_games_that_start_together_read_the_folder_once(
+    alfworld_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class SlowAlfred(FakeAlfred):
+        def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
+            time.sleep(0.2)
+            super().__init__(config, train_eval)
+            made.append(self)
+
+    environments = sys.modules["alfworld.agents.environment"]
+    monkeypatch.setattr(environments, "get_environment", lambda name: SlowAlfred)
+    key = str(alfworld_folder / "train/a/game.tw-pddl")
+    config = str(alfworld_folder / "base_config.yaml")
+    games = [AlfworldEnv(make_task(key), config=config) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda game: game.start(key), games))
+    assert len(made) == 1
 
 
 def test_alfworld_tasks_keep_its_splits(alfworld_folder: Path) -> None:
