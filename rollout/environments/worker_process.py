@@ -121,7 +121,7 @@ class WorkerProcess:
         self._numbers = count()
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         # Timers that kill the process, by the number of a cancelled request that it has not ended yet.
-        self._cancelled: dict[int, asyncio.TimerHandle] = {}
+        self._kill_timers: dict[int, asyncio.TimerHandle] = {}
         self._started = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         # asyncio.run cancels this task when the event loop ends, which ends the process.
@@ -167,7 +167,7 @@ class WorkerProcess:
             return
         self._process.stdin.write(json.dumps({"cancel": number}).encode() + b"\n")
         loop = asyncio.get_running_loop()
-        self._cancelled[number] = loop.call_later(_CANCEL_S, self._end_stuck)
+        self._kill_timers[number] = loop.call_later(_CANCEL_S, self._end_stuck)
 
     def _end_stuck(self) -> None:
         """End the process, in which a cancelled request goes on."""
@@ -226,17 +226,19 @@ class WorkerProcess:
         """
         assert self._process is not None and self._process.stdout is not None
         while line := await self._process.stdout.readline():
+            if not line.endswith(b"\n"):
+                return  # the process ended within this reply
             reply = json.loads(line)
-            cancelled = self._cancelled.pop(reply["number"], None)
-            if cancelled is not None:
-                cancelled.cancel()
+            timer = self._kill_timers.pop(reply["number"], None)
+            if timer is not None:
+                timer.cancel()
             future = self._replies.get(reply["number"])
             if future is not None and not future.done():
                 future.set_result(reply)
 
     async def _stop(self) -> None:
         """Let a process without requests end by itself, so that environments free their resources."""
-        if self._process is None or self._replies or self._cancelled:
+        if self._process is None or self._replies or self._kill_timers:
             return
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -245,7 +247,7 @@ class WorkerProcess:
 
     def _fail_requests(self) -> None:
         """Wake the calls that wait for a reply; they raise the process's error."""
-        for timer in self._cancelled.values():
+        for timer in self._kill_timers.values():
             timer.cancel()
         for future in self._replies.values():
             if not future.done():

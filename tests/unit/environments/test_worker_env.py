@@ -281,6 +281,17 @@ def test_a_reply_that_is_too_long_is_named_in_the_error(monkeypatch: pytest.Monk
     run(scenario)
 
 
+def test_a_worker_that_ends_within_a_reply_is_named_by_its_error() -> None:
+    code = "import sys; sys.stdin.readline(); print('{', end=''); sys.exit('out of memory')"
+
+    async def scenario() -> None:
+        worker = worker_process.WorkerProcess("env", [sys.executable, "-c", code])
+        with pytest.raises(EnvError, match="the worker process ended: out of memory"):
+            await worker.request(method="step")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.slow
 def test_workers_serve_until_the_event_loop_ends() -> None:
     async def scenario(make: Callable[[], Any]) -> list[int]:
