@@ -14,7 +14,7 @@ from rollout.config.agents import AgentConfig
 from rollout.config.choice import Choice, OptionsByName, check_agent_names, check_options_by_name
 from rollout.records.trajectory import Group, Turn
 from rollout.rewards import ALLOCATORS
-from rollout.rewards.penalties import PENALTIES, apply_penalties
+from rollout.rewards.penalties import PENALTIES, apply_penalties, overlong
 
 PENALTY_REGISTRY = Registry(kind="penalty", registered=PENALTIES, takes=("turn",))
 PenaltyOptions = Annotated[
@@ -59,7 +59,7 @@ def build_allocator(
     for name, options in config.penalties.items():
         penalty = lookup("penalty", name, PENALTIES)
         arguments = dict(options)
-        if "max_tokens" in inspect.signature(penalty).parameters:
+        if penalty is overlong:
             arguments["max_tokens"] = {**max_tokens, **(options.get("max_tokens") or {})}
         penalties.append(partial(penalty, **arguments))
     return partial(apply_penalties, allocate=config.call, penalties=penalties)

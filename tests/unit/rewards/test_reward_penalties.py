@@ -134,6 +134,18 @@ def test_a_penalty_by_import_path():
     assert rewards(build_allocator(config, AGENTS)(played)) == [[0.0, 1.0]]
 
 
+def test_a_penalty_of_the_user_has_a_max_tokens_of_its_own():
+    config = RewardConfig(
+        name="shared_outcome", penalties={f"{__name__}:bounded": {"max_tokens": 3}}
+    )
+    played = group(trajectory(says(3), says(4)))
+    assert rewards(build_allocator(config, AGENTS)(played)) == [[1.0, 0.0]]
+
+
+def bounded(turn, *, max_tokens: int):
+    return -1.0 if len(turn.completion_ids) > max_tokens else 0.0
+
+
 def terse(turn, *, least):
     return -1.0 if len(turn.completion_ids) < least else 0.0
 
