@@ -87,7 +87,7 @@ class OrchestraConfig(Choice):
 
         Args:
             team: agents of the team.
-            summarisers: those of them that sum up chats, and are not asked by the orchestra.
+            summarisers: agents of the team that sum up chats, which the orchestra need not ask.
         """
         if self.name in ORCHESTRAS:
             return
@@ -103,15 +103,13 @@ class OrchestraConfig(Choice):
                 f"{nearest_hint(name, team)}"
             )
         possible = possible_agents(orchestra)
-        # None: the source does not show the agents. Empty: the orchestra asks no agent, which the first
-        # trajectory reports.
-        if not possible:
+        if possible is None:  # the source does not show the agents
             return
         for name in team:
             if name not in possible | summarisers:
                 raise ValueError(
                     f"agent '{name}' is never asked by orchestra '{self.name}', so it would not be trained; ask it, or "
-                    f"leave it out of the team; agents that are asked: {', '.join(sorted(possible))}"
+                    f"leave it out of the team; agents that are asked: {', '.join(sorted(possible)) or 'none'}"
                 )
 
     def _check_slots(self, templates: Mapping[str, str]) -> None:

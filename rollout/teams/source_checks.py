@@ -62,9 +62,9 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     all keyword arguments and string literals of the module: too many rather than too few.
 
     Returns:
-        None if the source is missing, or the orchestra may have decorators. Also None if the agent is
-        not asked only by `act` with keyword arguments, and the module has a call with `**` or imports
-        modules that may fill slots. These two do not matter in an orchestra of `rollout`.
+        None if the source is missing, or the orchestra may have decorators. In the second case above, also
+        None if a user's module has a call with `**`, or imports modules that may fill slots. Modules of
+        `rollout` are known not to fill slots in these ways.
     """
     nodes = _module_nodes(orchestra)
     if nodes is None:
@@ -97,8 +97,8 @@ def _slots_of_acts(
         is_built_in: True if the module is part of `rollout`.
 
     Returns:
-        None if no call has the agent's name as a literal argument, or if a call that has it opens a
-        chat, passes `**`, or calls a helper function of a user's module.
+        None if no call has the agent's name as a literal positional argument; if such a call opens a
+        chat or, in a user's module, is another call than `act`; or if one of the calls passes `**`.
     """
     agent_calls = [call for call in calls if _names_agent(call, agent)]
     for call in agent_calls:
@@ -154,7 +154,11 @@ def possible_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def _named_agents(orchestra: Callable[..., Any], methods: Collection[str]) -> frozenset[str] | None:
-    """Return the string literals with which the module of an orchestra calls methods of its team.
+    """Return the string literals that are the first argument of methods in the module of an orchestra.
+
+    Args:
+        orchestra: function whose second parameter must be `team`.
+        methods: names of the methods. Methods of all objects count, not only those of the team.
 
     Returns:
         None if the source does not show them all.
@@ -213,7 +217,12 @@ def _team_arguments(call: ast.Call, function: _FunctionNode) -> list[ast.expr]:
 
 
 def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
-    """Return the syntax nodes of an orchestra's module; None if `_definition` is None, or the module has no source."""
+    """Return the syntax nodes of an orchestra's module.
+
+    Returns:
+        None if `_definition` returns None, the module has no source, or the orchestra is not compiled
+        from the module's file (see `_is_compiled_from`).
+    """
     if _definition(orchestra) is None:
         return None
     module = inspect.getmodule(orchestra)
@@ -287,10 +296,11 @@ def required_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     Only calls of the parameter `team` with the name as a string literal are found, as in
     `team.act("writer")`. Calls in `if`, `while`, `try`, `match`, `and`, `or`, conditional expressions
     and inner functions are left out, and those in comprehensions with `if`, except in their first
-    iterable. Calls after a statement that contains `return`, `break` or `continue` are left out too. A
-    `for` is taken to run at least once.
+    iterable. Calls in the `else` of a `for`, and after a statement that contains `return`, `break` or
+    `continue`, are left out too. A `for` is taken to run at least once.
 
-    None is found if the orchestra may have decorators, or assigns `team` again.
+    The result is empty if the orchestra may have decorators, its second parameter is not called `team`,
+    or it assigns `team` again.
     """
     definition = _definition(orchestra)
     if definition is None:
@@ -299,7 +309,11 @@ def required_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     parameters = [parameter.arg for parameter in definition.args.args]
     if parameters[1:2] != ["team"] or _count_bindings(all_nodes)["team"] != 1:
         return frozenset()
-    skippable: set[ast.AST] = set()  # statements after one that may leave their block
+    # Statements in the `else` of a `for`, and after a statement that may leave their block.
+    skippable: set[ast.AST] = set()
+    for node in all_nodes:
+        if isinstance(node, ast.For | ast.AsyncFor):
+            skippable.update(node.orelse)
     for statement, later_statements in _later_statements(all_nodes).items():
         parts = ast.walk(statement)
         if any(isinstance(part, ast.Return | ast.Break | ast.Continue) for part in parts):

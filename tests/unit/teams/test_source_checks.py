@@ -146,9 +146,15 @@ def test_an_agent_that_the_orchestra_can_never_ask_is_refused(
         + head
         + "        await team.act('solver')\n",
     }
+    sources["silent"] = "async def play(task, team, env):\n    await env.step('')\n"
     (tmp_path / "wrappers.py").write_text("def wrap(play): return play\n")
     agents = agents_by_source(sources, possible_agents, tmp_path, monkeypatch)
-    assert agents == {"writes": {"solver", "verifier"}, "names": None, "wrapped": None}
+    assert agents == {
+        "writes": {"solver", "verifier"},
+        "names": None,
+        "wrapped": None,
+        "silent": frozenset(),
+    }
 
     team = {
         name: AgentConfig(role="solver", policy="p", user="Solve it.")
@@ -160,6 +166,8 @@ def test_an_agent_that_the_orchestra_can_never_ask_is_refused(
         "agent 'judge' is never asked by orchestra 'agents_writes:play', so it would not be trained; ask it, or leave "
         "it out of the team; agents that are asked: solver, verifier"
     )
+    with pytest.raises(ValueError, match=r"agent 'solver' is never asked .* are asked: none"):
+        OrchestraConfig(name="agents_silent:play").check_agents(team)
     OrchestraConfig(name="agents_names:play").check_agents(team)
     del team["judge"]
     OrchestraConfig(name="agents_writes:play").check_agents(team)
@@ -332,6 +340,15 @@ async def breaks(task, team, env):
         await team.act("critic")
 
 
+async def asks_after_a_loop(task, team, env):
+    for _ in range(2):
+        draft = await team.act("writer")
+        if draft.value:
+            break
+    else:
+        await team.act("rescuer")
+
+
 async def asks_another_team(task, team, env):
     async with OTHERS.of(task) as team:
         await team.act("critic")
@@ -340,6 +357,7 @@ async def asks_another_team(task, team, env):
 def test_an_agent_that_may_be_skipped_is_not_asked_unconditionally() -> None:
     assert required_agents(ends_early) == {"writer"}
     assert required_agents(breaks) == {"writer"}
+    assert required_agents(asks_after_a_loop) == {"writer"}
     assert required_agents(asks_another_team) == frozenset()
 
 
