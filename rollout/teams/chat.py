@@ -54,8 +54,8 @@ class Chat:
     tokenized anew, and the turn's score `root` is 1. When a prompt leaves no room for its reply, the
     agent's `when_full` decides:
 
-    - `stop`: the chat is `full`, and every later message gets the latest reply again. The score
-      `full` of that reply's turn is 1.
+    - `stop`: the chat is `full`, and every later message gets the latest reply again; `reply_to`
+      raises `PromptTooLong` instead. The score `full` of the latest reply's turn is 1.
     - `fold`: `summariser` sums the chat up, and it continues from the summary. The next turn's
       score `folded` is 1.
     - `drop_oldest_results`: a note replaces the older half of the tool results, and if that is not
@@ -374,9 +374,10 @@ class Chat:
         return True
 
     async def sum_up(self) -> bool:
-        """Replace the chat by the summariser's summary; return False if it has no reply to sum up.
+        """Replace the chat by the summariser's summary; return False if that is not possible.
 
-        If the chat is too long for the summariser too, only its newer half is summed up, and so on.
+        It is not if the chat has no reply to sum up, or if the summariser has no room for any of it. If
+        the chat is too long for the summariser, only its newer half is summed up, and so on.
         """
         if not any(message.role == "assistant" for message in self.messages):
             return False
@@ -389,7 +390,7 @@ class Chat:
                 break
             except PromptTooLong:
                 if len(conversation) < 2:
-                    raise
+                    return False
                 conversation = conversation[len(conversation) // 2 :]  # the newer half
         self.fold(reply.value or reply.text)
         self._pending_scores["folded"] = 1.0
@@ -397,9 +398,9 @@ class Chat:
 
 
 def _question_texts(messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return the texts of a chat's question.
+    """Return the texts of a chat's question: the user messages before the first reply to one.
 
-    These are the user messages before the first assistant message that follows one of them.
+    An assistant message that opens the chat is no reply, so it does not end the question.
     """
     texts = []
     for message in messages:

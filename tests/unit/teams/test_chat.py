@@ -16,6 +16,7 @@ import pytest
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.packing.pack import pack
 from mcore_mas.training.metrics import rollout_metrics
+from rollout.base.errors import PromptTooLong
 from rollout.engines import EngineClient
 from rollout.environments.protocol import AgentMistake
 from rollout.environments.tools import Tool, tool_of
@@ -23,7 +24,7 @@ from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Group, Message, Sampling, Status, Trajectory
 from rollout.teams.chat import Chat
 from rollout.teams.collect import Deadlines
-from rollout.teams.roles import Agent, ChatRules, Role
+from rollout.teams.roles import Agent, AgentReply, ChatRules, Role
 from rollout.teams.team import Team, TeamSession
 from rollout.teams.tree import Branching
 from tests.support.error_texts import without_location
@@ -377,7 +378,18 @@ def test_a_full_chat_stops_folds_or_drops_its_oldest_results(qwen: Renderer) -> 
     assert trajectory.turns[2].messages[-1].content.endswith("assistant: two\n\nuser: " + "y" * 60)
 
 
-def test_a_chat_without_results_to_drop_is_full(qwen: Renderer) -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [ChatRules(when_full="drop_oldest_results"), ChatRules(when_full="fold", summariser="b")],
+)
+def test_a_chat_that_cannot_be_shortened_is_full(
+    rules: ChatRules, qwen: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_room(self: TeamSession, name: str, /, **slots: object) -> AgentReply:
+        raise PromptTooLong("the summariser's template is too long")
+
+    monkeypatch.setattr(TeamSession, "act", no_room)
+
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         chat = team.chat("a", tools=())
         await chat.say("first")
@@ -385,7 +397,6 @@ def test_a_chat_without_results_to_drop_is_full(qwen: Renderer) -> None:
         assert (chat.full, reply) == (True, chat.latest)
         await env.step("1")
 
-    rules = ChatRules(when_full="drop_oldest_results")
     trajectory, engine = play(qwen, orchestra, "one", rules=rules, max_length=550)
     assert trajectory.error == ""
     assert len(engine.calls) == 1
