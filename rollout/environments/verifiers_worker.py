@@ -148,6 +148,8 @@ class TasksetEnvironment:
 def team_result(traces: list[Any]) -> dict[str, Any]:
     """Return the reward and the metrics of a team's episode.
 
+    Of metrics with the same name, that of the last agent is returned.
+
     Args:
         traces: traces of the trained agents.
 
@@ -168,9 +170,9 @@ def team_result(traces: list[Any]) -> dict[str, Any]:
         )
     metrics: dict[str, Any] = {}
     for trace in traces:
-        for name, component in trace.rewards.items():
-            if component:
-                metrics[name] = component.score
+        for name, reward in trace.rewards.items():
+            if reward is not None:  # None: it was not scored
+                metrics[name] = reward.score
         metrics |= trace.metrics
     return {"reward": team_rewards.pop(), "metrics": metrics}
 

@@ -278,8 +278,8 @@ class Turn:
 
     Attributes:
         index: position in the trajectory, from 0.
-        round: number of the turn's round in the trajectory, from 0. A round is the turns before a
-            step of the environment; the next turn after that step begins a new round.
+        round: number of the turn's round in the trajectory, from 0. The first turn after a step of
+            the environment begins a new round.
         policy_version: version of the weights that sampled the end of the completion.
         versions: versions that sampled the tokens; (): `policy_version` sampled all of them.
         node: branch numbers from the root of a tree, such as "0.2.1"; "" without a tree. The

@@ -58,7 +58,8 @@ class CollectOptions:
     started: float | None = None
     surplus: int = 0  # trajectories started beyond a group's size; the slowest are given up
     watchdog: Watchdog | None = None
-    log: CollectionLog | None = None  # finished trajectories, which are not played again
+    # Record of finished trajectories, which are not played again, and of calls that are not repeated.
+    log: CollectionLog | None = None
     quarantine: Path | None = None  # folder for files of quarantined trajectories
     env: str = ""  # name of the environment in errors and `late/...` metrics; "": `Task.env`
 

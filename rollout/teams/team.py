@@ -130,8 +130,8 @@ class TeamSession:
         self._latest_turn: dict[object, int] = {}
         self._chat_counts: Counter[str] = Counter()  # number of chats, by agent
         self._tool_call_counts: Counter[str] = Counter()  # number of tool calls, by agent
-        # A round is the turns before a step of the environment. Further steps belong to it until the
-        # next turn begins a new round. A step before the first turn belongs to no round.
+        # A round is a run of turns and the steps of the environment after them: the first turn after a
+        # step begins a new round. A step before the first turn belongs to no round.
         self._round = 0  # number of the current round, from 0
         self._round_turns: list[int] = []  # turns of the current round
         self._stepped = False  # True after a step: the next turn begins a new round

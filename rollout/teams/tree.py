@@ -428,8 +428,9 @@ def call_key(call: Call) -> CallKey:
 
 
 def _describe_calls(calls: Sequence[CallKey]) -> str:
-    names = [f"{agent} (turn {turn}, messages {messages})" for turn, agent, messages in calls]
-    return ", ".join(names) or "nobody"
+    """Return the agent, the turn and the digest of the messages of each call; "nobody" without calls."""
+    texts = [f"{agent} (turn {turn}, digest of messages {digest})" for turn, agent, digest in calls]
+    return ", ".join(texts) or "nobody"
 
 
 def failure_metrics(episode: Episode) -> list[str]:

@@ -93,8 +93,8 @@ def test_a_nondeterministic_environment_is_an_error():
     assert trajectory.status is Status.FAILED
     assert re.fullmatch(
         r"BranchError: environment or orchestra of task t is not deterministic: cannot branch "
-        r"\(with the same replies, the orchestra waits for b \(turn 1, messages (\w{16})\) "
-        r"instead of b \(turn 1, messages (?!\1)\w{16}\)\)",
+        r"\(with the same replies, the orchestra waits for b \(turn 1, digest of messages (\w{16})\) "
+        r"instead of b \(turn 1, digest of messages (?!\1)\w{16}\)\)",
         trajectory.error,
     )
     assert [turn.node for turn in trajectory.path] == ["1"]
@@ -109,7 +109,8 @@ def test_a_nondeterministic_orchestra_is_an_error():
 
     trajectory = grow(orchestra, seeded({})[0], Branching(width=2))
     assert re.search(
-        r"the orchestra waits for a \(turn 0, messages (\w+)\) instead of b \(turn 0, messages \1\)",
+        r"the orchestra waits for a \(turn 0, digest of messages (\w+)\) "
+        r"instead of b \(turn 0, digest of messages \1\)",
         trajectory.error,
     )
 
