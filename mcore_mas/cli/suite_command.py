@@ -47,7 +47,8 @@ def snakemake_arguments(suite: str, arguments: Sequence[str], config_dir: Path |
             folder for an experiment.
 
     Raises:
-        SuiteError: there is no such suite, experiment or `config_dir`.
+        SuiteError: there is no such suite, experiment or `config_dir`, or the suite file is not of the
+            schema.
         ConfigError: the file of an experiment cannot be used.
         UsageError: Snakemake does not take these arguments, or would misunderstand them.
     """

@@ -273,17 +273,13 @@ def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | Non
     """
     path = Path(suite)
     values = suite_values(suite, config_dir)
-    if not isinstance(values, dict):
-        raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
-    if path.is_file():
-        suite_file.check_schema(values, str(path))
     if overrides:
         values["overrides"] = [*values.get("overrides", []), *overrides]
     return Suite.load(values, path.parent.resolve() if path.is_file() else None)
 
 
-def suite_values(suite: str, config_dir: Path | None = None) -> Any:
-    """Return the content of a suite file, or of a suite with one experiment.
+def suite_values(suite: str, config_dir: Path | None = None) -> dict[str, Any]:
+    """Return the content of a suite file, checked by its schema, or of a suite with one experiment.
 
     Args:
         suite: a suite file, or the name of an experiment.
@@ -291,8 +287,8 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
             experiment, None stands for the folder `configs` of the current folder.
 
     Raises:
-        SuiteError: there is no such file or experiment, the file is not YAML, or `config_dir` is no
-            folder.
+        SuiteError: there is no such file or experiment, the file is not YAML or not of the schema,
+            or `config_dir` is no folder.
         ConfigError: the file of an experiment cannot be used.
     """
     path = Path(suite)
@@ -308,8 +304,11 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
             values = read_yaml(path)
         except yaml.YAMLError as error:
             raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-        if config_dir and isinstance(values, dict):
-            return {**values, **config_dir_entry}
+        if not isinstance(values, dict):
+            raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
+        if config_dir:
+            values |= config_dir_entry
+        suite_file.check_schema(values, str(path))
         return values
 
     experiment_names = list(experiments())

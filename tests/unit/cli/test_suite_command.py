@@ -6,6 +6,7 @@ import pytest
 
 from mcore_mas.cli.arguments import UsageError
 from mcore_mas.cli.suite_command import snakemake_arguments, split_overrides
+from mcore_mas.pipeline.suite_file import SuiteError
 
 
 @pytest.fixture
@@ -39,6 +40,29 @@ def test_overrides_follow_those_of_the_suite_file(suite: str) -> None:
         "scale=tiny",
         "-n",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"s\.yaml: a suite is a mapping of keys"),
+        ("[experiment=demo_math]", r"s\.yaml: a suite is a mapping of keys"),
+        (
+            "{suite: s, experiments: {a: []}, overrides: }",
+            r"s\.yaml: suite\.overrides: expected a list .*\(got None\)",
+        ),
+        (
+            "{suite: s, experiments: {a: []}, overrides: seed=3}",
+            r"s\.yaml: suite\.overrides: .*\(got 'seed=3'\)",
+        ),
+    ],
+)
+def test_a_malformed_suite_file_is_refused_before_snakemake_starts(
+    suite: str, text: str, message: str
+) -> None:
+    Path(suite).write_text(text)
+    with pytest.raises(SuiteError, match=message):
+        arguments_after_snakefile(suite, ["trainer.steps=3"])
 
 
 def test_config_dir_is_passed_on(suite: str, tmp_path: Path) -> None:
