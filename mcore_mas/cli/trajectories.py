@@ -188,20 +188,29 @@ def explain_credit(
 @trajectory_commands.command("replay", rich_help_panel=_TRAJECTORIES_PANEL)
 def replay_trajectory(
     file: Annotated[
-        Path, typer.Argument(help="A quarantined trajectory, in train/quarantine of a run.")
+        Path,
+        typer.Argument(
+            help=(
+                "File of a quarantined trajectory: in train/quarantine of a run, or in the folder "
+                "NAME-quarantine of an evaluation."
+            )
+        ),
     ],
     config: Annotated[
-        Path | None, typer.Option(help="Resolved config; by default that of the run.")
+        Path | None,
+        typer.Option(
+            help="Resolved config; by default that of the run in whose folder the file is."
+        ),
     ] = None,
 ) -> None:
     """Replay a quarantined trajectory from its recorded replies.
 
     The exit status is 1 if it fails again.
     """
-    from mcore_mas.evaluation.replay import replay
+    from mcore_mas.evaluation.replay import config_of_quarantined, replay
     from mcore_mas.reports.trajectory_terminal import print_trajectory
 
-    trajectory, traceback = replay(file, config or file.resolve().parents[2] / "config.yaml")
+    trajectory, traceback = replay(file, config or config_of_quarantined(file))
     console = Console(highlight=False)
     print_trajectory(trajectory, console, {})
     console.print(Text(escape_text("\n".join(traceback))), soft_wrap=True)

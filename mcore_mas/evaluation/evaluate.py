@@ -123,7 +123,8 @@ def _check_failures(board: Scoreboard, config: RunConfig, folder: Path) -> None:
     if board.quarantined:
         task_id, sample = board.quarantined[0]
         file = quarantine_path(_quarantine_folder(folder), EVALUATION_STEP, task_id, sample)
-        remedy = f"mend the code; {replay_remedy(config, file, 'shows its error')}"
+        effect = f"shows the error of sample {sample} of task {task_id}"
+        remedy = f"mend the code; {replay_remedy(config, file, effect)}"
     raise EvaluationError(
         f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: {remedy}; "
         "then evaluate again, or raise evaluation.max_failed"

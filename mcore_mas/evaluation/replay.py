@@ -16,6 +16,11 @@ from rollout.teams.collect import CollectOptions, Collector, Deadlines
 from rollout.teams.quarantine import Quarantined
 
 
+def config_of_quarantined(file: Path) -> Path:
+    """Return the config of the run in whose folder a trajectory is, such as RUN/train/quarantine/FILE."""
+    return file.resolve().parent.parent.parent / "config.yaml"
+
+
 def replay_remedy(config: RunConfig, file: Path, effect: str) -> str:
     """Return a sentence on how to replay a quarantined trajectory.
 
@@ -24,18 +29,22 @@ def replay_remedy(config: RunConfig, file: Path, effect: str) -> str:
 
     Args:
         config: the run's config.
-        file: file of the trajectory.
+        file: file of the trajectory, which may be outside of the run's folder.
         effect: end of the sentence about the command, such as "plays this trajectory again".
     """
     config_text = config.model_dump_json()
     for name in LOCAL_OBJECTS:
         if name.startswith("here:") and json.dumps(name) in config_text:
             return (
-                f"{file} has the replies and the traceback of this trajectory; before `mcore-mas replay` can "
-                f"play it, move the orchestra, env, reward or parser '{name.removeprefix('here:')}' from your "
+                f"{file} has the replies and the traceback of a quarantined trajectory; before `mcore-mas replay` "
+                f"can play it, move the orchestra, env, reward or parser '{name.removeprefix('here:')}' from your "
                 "script into a module, and import it from there"
             )
-    return f"`mcore-mas replay {shlex.quote(str(file))}` {effect}"
+    command = ["mcore-mas", "replay", str(file)]
+    config_file = config.folder / "config.yaml"
+    if config_file.resolve() != config_of_quarantined(file):
+        command += ["--config", str(config_file)]
+    return f"`{shlex.join(command)}` {effect}"
 
 
 def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:

@@ -91,8 +91,8 @@ def test_a_call_that_raises_is_named_with_its_line_and_the_file_of_a_trajectory(
     assert re.fullmatch(
         r"EvaluationError: 1 of 1 trajectories are lost \(1 quarantined\); the first, sample 0 of task test-0: "
         r"Defect: team:Shop.step: KeyError: 'pear' \(prices.py:3\); evaluation.max_failed is 0.05: "
-        r"mend the code; `mcore-mas replay (\S+)` shows its error; then evaluate again, or raise "
-        r"evaluation\.max_failed",
+        r"mend the code; `mcore-mas replay (\S+)` shows the error of sample 0 of task test-0; then "
+        r"evaluate again, or raise evaluation\.max_failed",
         evaluation,
     )
     for line in (training, evaluation):

@@ -422,19 +422,27 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_no_command_is_advised_that_needs_the_script(tmp_path: Path) -> None:
     """The command line does not have the objects of a script that is not imported."""
-    file = Path("own/train/quarantine/0-train-1-0.json")
-    command = "`mcore-mas replay own/train/quarantine/0-train-1-0.json` plays it again"
+    file = tmp_path / "own/train/quarantine/0-train-1-0.json"
     importable = make_run(tmp_path).config
-    assert replay_remedy(importable, file, "plays it again") == command
+    assert replay_remedy(importable, file, "plays it") == f"`mcore-mas replay {file}` plays it"
 
     async def relay_of_script(task, team, env):
         await relay(task, team, env)
 
     local = make_run(tmp_path, orchestra=relay_of_script).config
-    assert replay_remedy(local, file, "plays it again") == (
-        f"{file} has the replies and the traceback of this trajectory; before `mcore-mas replay` can "
-        "play it, move the orchestra, env, reward or parser 'own.orchestra' from your script into a "
+    assert replay_remedy(local, file, "plays it") == (
+        f"{file} has the replies and the traceback of a quarantined trajectory; before `mcore-mas replay` "
+        "can play it, move the orchestra, env, reward or parser 'own.orchestra' from your script into a "
         "module, and import it from there"
+    )
+
+
+def test_a_replay_outside_of_the_run_is_given_its_config(tmp_path: Path) -> None:
+    """`mcore-mas evaluate own --out /scores.json` quarantines beside this file."""
+    config = make_run(tmp_path).config
+    file = Path("/scores-quarantine/0-test-1-0.json")
+    assert replay_remedy(config, file, "plays it") == (
+        f"`mcore-mas replay {file} --config {tmp_path}/own/config.yaml` plays it"
     )
 
 

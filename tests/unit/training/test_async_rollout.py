@@ -440,7 +440,8 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
         "step 1: 2 of 4 trajectories are quarantined, more than collection.max_quarantined allows, "
         f"because your code raised an error; the first, {broken_title}: Defect: math.step: "
         f"KeyError: 'thirteen' (test_async_rollout.py:{line}); mend the code; "
-        f"`mcore-mas replay {first}` plays this trajectory again"
+        f"`mcore-mas replay {first} --config {session.config.folder}/config.yaml` plays this trajectory "
+        "again"
     )
 
 
