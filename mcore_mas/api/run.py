@@ -165,7 +165,7 @@ class Run:
         """
         prepared = self._tasks or make_tasks(self.config.data, self.config.seed)
         check_answers(self.config, prepared)
-        check_envs(prepared["train"])
+        check_envs(task for split in prepared.values() for task in split)
         problem = checkpoint_mismatch(self.config, prepared["train"], trains=trains)
         if problem:
             raise CheckpointError(resolve_page_paths(problem))

@@ -446,6 +446,14 @@ def test_a_replay_outside_of_the_run_is_given_its_config(tmp_path: Path) -> None
     )
 
 
+def test_an_unknown_env_of_a_test_task_is_refused_before_the_training(tmp_path: Path) -> None:
+    test = [mm.Task(id="t", prompt="1+1", answers=("2",), env="nope", source="own", split="test")]
+    run = make_run(tmp_path, tasks={"train": TASKS, "test": test})
+    with pytest.raises(ValueError, match="unknown env 'nope'"):
+        run.train()
+    assert not run.folder.exists()
+
+
 @pytest.fixture
 def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every training take three steps, from step 0; a second one at the same time is an error."""
