@@ -363,13 +363,19 @@ class Run:
             policy: name of the policy, by default the first one that is trained.
 
         Raises:
-            ExportError: there is no such policy, nothing is trained yet, `to` is not empty, or
-                transformers gives other token ids or log-probabilities than the run's engine.
+            ExportError: there is no such policy, none is trained, nothing is trained yet, `to` is not
+                empty, or transformers gives other token ids or log-probabilities.
             ConfigError, ModelError: the run's config or model is missing.
-            FolderError: a file of the finished model is not as training wrote it.
+            FolderError: `to` cannot be written, or a file of the finished model is not as training wrote
+                it.
         """
         from mcore_mas.evaluation.export import export
+        from mcore_mas.evaluation.export_check import ExportError
 
+        if policy is None and not self.config.trained:
+            raise ExportError(
+                f"{self.folder}: all policies are frozen; set the loss_weight of an agent above 0 to train one"
+            )
         name = policy or self.config.trained[0]
 
         def ignore(line: str) -> None:

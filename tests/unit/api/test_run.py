@@ -20,6 +20,7 @@ from mcore_mas.api.references import ArgumentError
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.evaluation import converse as chats
 from mcore_mas.evaluation import evaluate as evaluation
+from mcore_mas.evaluation.export_check import ExportError
 from mcore_mas.evaluation.replay import replay_remedy
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints
 from mcore_mas.runtime.input_digests import input_digests
@@ -452,6 +453,13 @@ def test_an_unknown_env_of_a_test_task_is_refused_before_the_training(tmp_path: 
     with pytest.raises(ValueError, match="unknown env 'nope'"):
         run.train()
     assert not run.folder.exists()
+
+
+def test_no_policy_is_exported_by_default_if_none_is_trained(tmp_path: Path) -> None:
+    frozen = [replace(agent, settings={"loss_weight": 0}) for agent in AGENTS]
+    run = make_run(tmp_path, agents=frozen)
+    with pytest.raises(ExportError, match="own: all policies are frozen; set the loss_weight"):
+        run.export(tmp_path / "out")
 
 
 @pytest.fixture
