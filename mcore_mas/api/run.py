@@ -173,13 +173,13 @@ class Run:
             self._check_first_tasks(prepared["train"])
 
         ensure_writable(self.folder)
-        file = self.folder / "config.yaml"
+        config_file = self.folder / "config.yaml"
         for split, tasks in self._tasks.items():
             write_tasks(self._task_file(split), tasks)
-        config = yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120)
-        write_text(file, config)
+        text = yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120)
+        write_text(config_file, text)
         write_prepared(self.config, prepared, self.folder / "tasks")
-        return file
+        return config_file
 
     def train(self) -> Run:
         """Train to the last step. Ctrl-C stops it with a checkpoint.
@@ -352,8 +352,9 @@ class Run:
         rows = result["rows"]
         if not rows:
             return {}
-        all_tasks = rows[-1]["dataset"]  # the rows of single data sources come first
-        return {row["metric"]: row["value"] for row in rows if row["dataset"] == all_tasks}
+        # The last rows are those of the only data source, or of all of them together.
+        dataset = rows[-1]["dataset"]
+        return {row["metric"]: row["value"] for row in rows if row["dataset"] == dataset}
 
     def export(self, to: str | Path, policy: str | None = None) -> Path:
         """Export a policy as a Hugging Face folder, and check the folder.
@@ -466,9 +467,9 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
 def _call_in_thread(function: Callable[[], _T], stop: StopSignal | None = None) -> _T:
     """Call a function in a thread, where no event loop runs, and return its result.
 
-    On Ctrl-C, KeyboardInterrupt is raised. With `stop`, the function is told to stop before, and waited
+    Ctrl-C raises KeyboardInterrupt. If `stop` is given, the function is first told to stop, and waited
     for unless code of the team blocks its event loop. Without `stop`, the function goes on in its thread
-    until the program ends.
+    until it returns or the program ends.
     """
     future: Future[_T] = Future()
 

@@ -45,17 +45,19 @@ class TrainingThread:
     def next(self) -> StepRow | None:
         """Return the metrics of the next step, or None after the last one or once the training is closed.
 
+        Do not call this method again after it has returned None.
+
         Raises:
             BaseException: the error that ended the training.
         """
         if self._awaits_answer:
             self._continue.put(True)
         self._awaits_answer = False
-        row = self._rows.get()
-        if isinstance(row, BaseException):
-            raise row.with_traceback(None)  # the frames of the thread say nothing to its caller
-        self._awaits_answer = row is not None
-        return row
+        item = self._rows.get()
+        if isinstance(item, BaseException):
+            raise item.with_traceback(None)  # the frames of the thread say nothing to its caller
+        self._awaits_answer = item is not None
+        return item
 
     def close(self) -> None:
         """Stop the training and wait until it has saved a checkpoint.
@@ -105,13 +107,13 @@ class TrainingThread:
             say(f"{self._folder}: {line}")
 
     def _print_errors(self) -> None:
-        """Print the errors that `next` has not raised; `next` returns None from now on."""
+        """Print the errors that `next` has not raised; the following call of `next` returns None."""
         from mcore_mas.runtime.error_description import describe_error
 
         while not self._rows.empty():
-            row = self._rows.get()
-            if isinstance(row, BaseException):
-                say(f"{self._folder}: {describe_error(row)}")
+            item = self._rows.get()
+            if isinstance(item, BaseException):
+                say(f"{self._folder}: {describe_error(item)}")
         self._rows.put(None)
 
     def _train(self, config: Path) -> None:
@@ -128,8 +130,8 @@ class TrainingThread:
                 try:
                     train(config, after_step=after_step, stop=self._stop)
                 except RuntimeError as error:
-                    # From Python 3.12 on, asyncio fails to end its threads while the interpreter shuts down. That
-                    # error hides the one that ended the training, which is its context.
+                    # From Python 3.12 on, asyncio fails to end its threads while the interpreter shuts down. The
+                    # error that ended the training is then the `__context__` of that error.
                     hidden_error = error.__context__
                     if hidden_error is None or "at interpreter shutdown" not in str(error):
                         raise
