@@ -80,7 +80,7 @@ def run_config_file(run: Path) -> Path:
 
 
 def results_folder(folder: Path) -> Path:
-    """Return the folder that an argument names: a folder of runs, a run's folder, or that of a run in results/.
+    """Return the folder that an argument means: a folder of runs or of one run, or results/NAME for a run's name.
 
     `mcore-mas new` gives a project's Python package and its run the same name. This name then means the
     run, because the package's folder has no run.

@@ -70,8 +70,8 @@ def options(
 def main() -> None:
     """Run a command and exit.
 
-    An error is printed as one line, with exit status 1, or 2 if the arguments are wrong. With
-    --debug it is raised.
+    An error is printed as one line, with exit status 1, or 2 if Typer cannot parse the arguments.
+    With --debug it is raised.
 
     Ctrl-C gives status 130 in a command that does not handle it. A command that continues from saved
     state (train, evaluate or distill) ends with status 143 at Ctrl-C or SIGTERM, and with 130 at a

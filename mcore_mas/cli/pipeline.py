@@ -69,8 +69,8 @@ def check_runs(
 ) -> None:
     """Check the models, layouts, lengths, prompts, files and checkpoints of a suite.
 
-    Valid settings with which a run cannot continue from its checkpoints are noted, and the exit
-    status is 0; `mcore-mas run -n` refuses them.
+    The exit status is 1 if there is a problem. Settings that are valid but do not fit a run's
+    checkpoints give only a note; `mcore-mas run` refuses them, also with -n.
     """
     from mcore_mas.pipeline.check import suite_problems
     from mcore_mas.pipeline.recipe_check import recipe_problems
@@ -116,11 +116,17 @@ def plan_suite(
     ] = None,
     as_configured: Annotated[
         bool,
-        typer.Option("--as-configured", help="Check the placement in the config; choose none."),
+        typer.Option(
+            "--as-configured",
+            help=(
+                "Choose no placement; check the one that each run would have. This is the layout in "
+                "its config, unless the config sets cluster.gpus."
+            ),
+        ),
     ] = False,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Print the placement and the memory of every run on these GPUs.
+    """Print the placement and the memory of every run on the GPUs of --gpus, of --cluster or of its config.
 
     The exit status is 1 if a run does not fit.
     """
@@ -137,8 +143,8 @@ def plan_suite(
 
     all_overrides = list(overrides or [])
     if named_cluster is not None and not as_configured:
-        # Loading a suite places its runs on the GPUs of cluster.gpus, and writes this placement into
-        # their configs. There `place_run` would take it for settings of the user.
+        # A suite places its runs on the GPUs of cluster.gpus when it is loaded. On other GPUs, `place_run`
+        # would keep parts of that placement as settings of the user.
         all_overrides.append("cluster.gpus=null")
 
     fits = True

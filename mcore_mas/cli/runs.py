@@ -118,8 +118,9 @@ def export_policy(
 def list_runs(results: ResultsFolder = Path("results")) -> None:
     """List runs with their steps, last reward and validation, and scores.
 
-    Below the table, there is a line for each failed run, with the cause, and a line for each damaged
-    file, with what to do. Damaged files give exit status 1.
+    Above the table, there is a line for each run that is private to another user. Below it, there is
+    a line for each failed run, with the cause, and a line for each damaged file, with what to do.
+    Damaged files give exit status 1.
     """
     from mcore_mas.reports.run_states import private_run_errors, read_run_states
 
@@ -244,7 +245,7 @@ def print_cross_play(
     if picture is not None:
         draw_cross_play(matrix, picture)
     if ratings:
-        # The models of the row move first, and their points are the scores.
+        # The models in the rows play `first`. The score of a game is 1 if `first` has won, and 0.5 after a draw.
         games_by_pair = {
             pair: Games(score=sum(pairing.scores), count=len(pairing.scores))
             for pair, pairing in matrix.pairings.items()
