@@ -65,8 +65,10 @@ def evaluate(
 
     Raises:
         ConfigError: the run's config cannot be used, or there is no such state, agent or seat.
-        FolderError: a run whose trained policies play has not finished its training, a model folder is
-            missing, or another process evaluates to this file.
+        RecordError: the test tasks are missing or damaged.
+        FolderError: a run whose trained policies play has not finished its training, or a file of its
+            models has changed since; a model folder is missing; the folder of the trajectories cannot be
+            written; or another process evaluates to this file.
         ClusterError: the Ray at `address` cannot be joined.
         PlacementError: there are fewer GPUs than the engines need.
         RemoteError, RetrievalError: a remote model or the retriever cannot be used.

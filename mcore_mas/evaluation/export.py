@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # Number of recorded turns that an export is compared with.
 _CHECKED_TURNS = 32
-# An export to an existing folder is at first written to a folder in it. Until that one is complete, it has
-# the second name, which `atomic_folder` gives to it, and an export that fails leaves it there.
+# Subfolder to which an export to an existing folder is first written. `atomic_folder` gives the subfolder the
+# second name until it is complete; a failed export leaves it under that name.
 _STAGING = "export"
 _PARTIAL_STAGING = f".{_STAGING}.partial"
 
@@ -35,11 +35,10 @@ _PARTIAL_STAGING = f".{_STAGING}.partial"
 def export(
     run: Path, policy: str, to: Path, note: Callable[[str], None], *, adapter: bool = False
 ) -> None:
-    """Write a trained policy to a folder, and compare transformers on it with the run's engine.
+    """Write a trained policy to a folder, and check that transformers reads it as the run did.
 
     The weights are those of the finished run or, before its end, of its newest valid checkpoint.
-    transformers and the engine must give the same token ids and log-probabilities. An adapter alone is
-    not checked.
+    `check_export` checks the folder. An adapter alone is not checked.
 
     Args:
         run: folder of the run.
@@ -50,7 +49,7 @@ def export(
 
     Raises:
         ExportError: there is no such policy or adapter, `to` is not empty, nothing has been trained
-            yet, or transformers gives other token ids or log-probabilities than the run's engine.
+            yet, or transformers gives other token ids or log-probabilities.
         ConfigError, ModelError: the run's config or model is missing.
         FolderError: `to` cannot be written, or a file of the finished model is not as training wrote it.
     """

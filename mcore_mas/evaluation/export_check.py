@@ -1,8 +1,10 @@
-"""Check that transformers reads an exported model like the run's engine.
+"""Check that transformers reads an exported model as the run did.
 
-Token ids and log-probabilities are compared. transformers replaces the pre-tokenizer of every Qwen2
-model by the pre-tokenizer of the published ones. A Qwen2 with another tokenizer is therefore
-rewritten as an equivalent Llama.
+Token ids are compared with those of the run, and log-probabilities with those of the embedded engine,
+also if the run had another engine.
+
+transformers replaces the pre-tokenizer of every Qwen2 model by the pre-tokenizer of the published
+ones. A Qwen2 with another tokenizer is therefore rewritten as an equivalent Llama.
 """
 
 import asyncio
@@ -43,7 +45,7 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledReply:
-    """Reply of the run's engine to a prompt, with C tokens.
+    """Reply of the embedded engine to a prompt, with C tokens.
 
     Attributes:
         prompt_ids: [P].
@@ -59,8 +61,9 @@ class SampledReply:
 def check_export(
     folder: Path, policy: PolicyConfig, turns: Sequence[Turn], note: Callable[[str], None]
 ) -> None:
-    """Compare the token ids and log-probabilities of transformers with those of the run.
+    """Check that transformers gives the token ids of the run, and the embedded engine's log-probabilities.
 
+    The log-probabilities of a mixture of experts, or of a model larger than 4 GiB, are not compared.
     Adds the policy's chat template to the folder if it has none. Rewrites a Qwen2 as a Llama if
     transformers would give it another tokenizer.
 
@@ -95,7 +98,7 @@ def check_export(
     gap = _largest_gap(folder, replies) if replies else 0.0
     if gap > _TOLERANCE:
         raise ExportError(
-            f"{folder}: log-probabilities of transformers and of the run's engine differ by {gap:.2g} nats"
+            f"{folder}: log-probabilities of transformers and of the embedded engine differ by {gap:.2g} nats"
         )
     tokens = sum(len(reply.token_ids) for reply in replies)
     compared = f"log-probabilities of {tokens} tokens" if replies else "no log-probabilities"

@@ -60,6 +60,7 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
     Raises:
         RecordError: the file is not a quarantined trajectory.
         ConfigError: the config cannot be used.
+        RetrievalError: the retriever does not start.
     """
     recorded = Quarantined.read(file)
     config = RunConfig.load(config_path)

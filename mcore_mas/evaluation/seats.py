@@ -53,7 +53,8 @@ def config_with_seats(
     Raises:
         ConfigError: there is no such agent or run, a seat is none of these, or `state` is
             neither "base" nor "trained" and there are no seats.
-        FolderError: a run whose trained model plays has not finished its training.
+        FolderError: a run whose trained model plays has not finished its training, or a file of the
+            model has changed since.
     """
     if not seats and state not in STATES:
         raise ConfigError(
@@ -76,9 +77,10 @@ def config_with_seats(
 def player_names(
     config: RunConfig, state: str, seats: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Return a name for the model that plays each agent, equal in all evaluations that it plays in.
+    """Return, for each agent, the name by which cross-play knows the model that plays the agent.
 
-    It is RUN for the model that a run has trained for this agent, RUN/AGENT for that of another agent,
+    A trained model has the same name in every evaluation in which it plays the same agent. The name is
+    RUN for the model that a run has trained for this agent, RUN/AGENT for that of another agent,
     RUN@base for the model before training, and else the folder or the remote model.
 
     Args:

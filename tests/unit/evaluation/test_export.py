@@ -98,7 +98,7 @@ class TestRefusals:
             "mcore_mas.evaluation.export_check.sample_replies",
             lambda folder, prompts: [wrong_reply],
         )
-        message = r"log-probabilities of transformers and of the run.s engine differ by \S+ nats"
+        message = r"log-probabilities of transformers and of the embedded engine differ by \S+ nats"
         with pytest.raises(ExportError, match=message):
             export(run, "solver", run / "out", print)
         assert not (run / "out").exists()
