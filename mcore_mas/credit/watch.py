@@ -13,10 +13,10 @@ from mcore_mas.equations.advantages import estimator_grouping
 from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import step_label
 
-# A training has collapsed after so many steps in a row without an advantage. A warning is due then, and again
-# after the run's last step if it has none either.
+# Number of consecutive steps without an advantage after which a training counts as collapsed. A warning is
+# given then, and again after the run's last step if there still is no advantage.
 _STEPS_OF_COLLAPSE = 5
-# Warn about agents without a turn after so many steps, or after the last step of a shorter run.
+# Warn about agents without a turn after this number of steps, or after the last step of a shorter run.
 _STEPS_OF_IDLENESS = 5
 _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times another's
 
@@ -129,14 +129,14 @@ class CreditWatch:
         idle = [agent for agent in agents if agent not in self._agents_with_turns]
         if not is_due or not idle:
             return ""
-        checked_steps = f"the last {steps} steps" if steps > 1 else "the last step"
+        period = f"the last {steps} steps" if steps > 1 else "the last step"
         if len(idle) == 1:
             return (
-                f"agent {idle[0]} took no turn in {checked_steps}, so it was not trained meanwhile; check when the "
+                f"agent {idle[0]} took no turn in {period}, so it was not trained meanwhile; check when the "
                 "orchestra asks it, or leave it out of the team"
             )
         return (
-            f"agents {', '.join(idle)} took no turn in {checked_steps}, so they were not trained meanwhile; check when "
+            f"agents {', '.join(idle)} took no turn in {period}, so they were not trained meanwhile; check when "
             "the orchestra asks them, or leave them out of the team"
         )
 
