@@ -151,8 +151,8 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
         demonstrations = _right_replies(student, config, trajectories, agent)
         if not demonstrations:
             raise ConfigError(
-                f"{run}: none of {len(trajectories)} right answers of the team is right as a reply of "
-                f"'{agent}' in role '{role}'; name another --agent or --role"
+                f"{run}: in {len(trajectories)} trajectories with a right answer, no last reply of "
+                f"'{agent}' is right in role '{role}'; name another --agent or --role"
             )
         samples = [demonstration_sample(item, renderer) for item in demonstrations]
         print(f"{len(samples)} right answers of {agent}")
