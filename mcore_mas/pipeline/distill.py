@@ -63,7 +63,7 @@ class DistillSettings:
 
     Attributes:
         agent: agent whose last reply is the team's answer; None: the one whose last replies are right most
-            often.
+            often, of those that no remote model plays.
         role: role whose parser reads the student's answers; None: the agent's own, or that of a lone
             solver, whichever finds more replies right.
         turns: "final": learn the team's answers; "all": learn all other turns too, with their prompts.
@@ -126,17 +126,18 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
         raise ConfigError(
             f"--agent {settings.agent}: not in the team; agents: {', '.join(config.agents)}"
         )
+    local_agents = _local_agents(config)
+    if settings.agent not in (None, *local_agents):
+        raise ConfigError(
+            f"--agent {settings.agent}: played by a remote model, from which no model can start; "
+            f"name one of {', '.join(local_agents)}"
+        )
     trajectories = _read_successes(run, settings.newest)
     agent, role = _answering_agent(config, to, trajectories, settings)
     policy = config.agents[agent].policy
     trained_model = trained_config.policies[policy].model
     starts_trained = settings.start == "trained"
     start_model = trained_model if starts_trained else config.policies[policy].model
-    if not start_model:
-        raise ConfigError(
-            f"agent '{agent}', whose replies would be learned, is played by the remote model '{policy}', from "
-            "which no model can start; name another with --agent"
-        )
     teacher = None if starts_trained else trained_model
     student = _student_config(config, to, agent, role, teacher)
     renderer = make_renderers(student, {STUDENT: start_model})[STUDENT]
@@ -215,12 +216,21 @@ def _read_successes(run: Path, newest: int | None) -> list[Trajectory]:
     return successes
 
 
+def _local_agents(config: RunConfig) -> list[str]:
+    """Return the agents that no remote model plays."""
+    return [
+        name
+        for name, agent in config.agents.items()
+        if config.policies[agent.policy].remote is None
+    ]
+
+
 def _answering_agent(
     config: RunConfig, to: Path, trajectories: Sequence[Trajectory], settings: DistillSettings
 ) -> tuple[str, str]:
     """Return the agent and the role with the most right replies in the first trajectories."""
     counts: dict[tuple[str, str], int] = {}
-    agents = [settings.agent] if settings.agent else list(config.agents)
+    agents = [settings.agent] if settings.agent else _local_agents(config)
     for agent in agents:
         roles = [config.agents[agent].role or agent, _LONE_ROLE]
         if settings.role:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.pipeline.distill import (
@@ -175,3 +176,18 @@ def test_runs_that_cannot_be_distilled_are_refused_in_one_line(run: Path, tmp_pa
     (run / "train" / "trajectories" / "step_000000.parquet").unlink()
     with pytest.raises(ConfigError, match="0 files of trajectories have no success to learn from"):
         distill(run, to, DistillSettings())
+
+
+def test_no_model_starts_from_an_agent_that_a_remote_model_plays(run: Path, tmp_path: Path) -> None:
+    config_path = run / "config.yaml"
+    values = yaml.safe_load(config_path.read_text())
+    values["policies"]["verifier"] = {"remote": {"model": "m"}}
+    values["agents"]["verifier"]["loss_weight"] = 0
+    config_path.write_text(yaml.safe_dump(values))
+    to = tmp_path / "one"
+    message = "--agent verifier: played by a remote model, from which no model can start; name one of solver$"
+    with pytest.raises(ConfigError, match=message):
+        distill(run, to, DistillSettings(agent="verifier"))
+    # Without --agent, the other agents are tried; none of them answers in the form of this role.
+    with pytest.raises(ConfigError, match="no last reply of 'solver' is right in role 'verifier'"):
+        distill(run, to, DistillSettings(role="verifier"))
