@@ -51,7 +51,7 @@ _Measurement = dict[str, float]
 
 
 def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
-    """Fine-tune a base model into `out_dir`/model, for the policies whose config names this folder.
+    """Fine-tune a base model into `out_dir`/model, for all policies whose `model` is that folder.
 
     Training stops when the team's accuracy and its share of well-formed turns on validation tasks
     are high enough, or after max_steps. `out_dir`/bootstrap.json gets the model's folder and all
@@ -63,8 +63,9 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         out_dir: folder of the cold start.
 
     Raises:
-        Stopped: a stop signal arrived, and a checkpoint was saved. `requeue_when_stopped` must
-            block the signals, so that they stay pending until the end of a step.
+        Stopped: a stop signal arrived. In a Slurm job, `requeue_when_stopped` blocks the signals,
+            so that they stay pending until the end of a step, and its checkpoint is saved first.
+            Elsewhere the step is broken off, and no checkpoint is saved for it.
     """
     config = RunConfig.load(config_path)
     cold_start = config.cold_start

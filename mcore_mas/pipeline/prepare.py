@@ -23,9 +23,9 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     See `write_prepared`.
 
     Raises:
-        RecordError: a configured file of tasks cannot be read, or the environment compares replies
-            with answers and a task has none.
-        ValueError: the generator cannot make as many different tasks as the config asks for.
+        RecordError: the tasks of the configured files cannot be used (see `make_tasks`), or the
+            environment compares replies with answers and a task has none.
+        ValueError: the tasks of the generator cannot be used (see `make_tasks`).
         RetrievalError: the file of passages cannot be used.
     """
     config = RunConfig.load(config_path)

@@ -137,7 +137,7 @@ def _checkpoint_problem(config: RunConfig, manifest: Mapping[str, Any], identity
 def _expected_identity(config: RunConfig, expected_tasks_digest: str) -> Identity:
     """Return the identity that a run will have when its training starts, as far as it is known.
 
-    Architectures are left out if a model is yet to be made.
+    Architectures are left out if the model of a trained policy is yet to be made.
 
     Args:
         config: the run's config.
@@ -151,8 +151,8 @@ def _expected_identity(config: RunConfig, expected_tasks_digest: str) -> Identit
     inputs = _without_models(input_digests(config), unmade)
     passages_digest = _digest_of_edited_passages(config)
     if passages_digest:
-        # The digest of the index to build is not known yet. The digest of the passages stands for
-        # it: it differs from that of the present index, so the comparison fails, as it must.
+        # The index is yet to be built, so its digest is unknown. The digest of the passages takes
+        # its place: it equals no digest of an index, so the index is found to have changed.
         inputs[INDEX_KEY] = passages_digest
 
     return Identity(
