@@ -176,7 +176,9 @@ async function chooseRun(name) {
   files = [];
   pageStarts = [0];
   followsNewest = true;
+  listRequests += 1;  // drops a late answer about the run before
   removeCharts();
+  removeTimeline();
   byId("run").hidden = false;
   byId("title").textContent = name;
   byId("conversation").removeAttribute("src");
@@ -455,8 +457,10 @@ function baselineOf(name, curves) {
 
 async function compareRuns() {
   const name = byId("other").value;
+  const chosenRun = run.name;
   Object.assign(other, emptyRun(name));
   byId("differences").hidden = !name;
+  byId("different").replaceChildren();
   byId("key").replaceChildren(...(name ? [run.name, name].map((label, index) => {
     const swatch = element("i", null);
     swatch.style.borderTopStyle = index ? "dashed" : "solid";
@@ -467,7 +471,9 @@ async function compareRuns() {
     if (name !== other.name) return;  // another run was chosen meanwhile
     other.agents = agents;
     await readNewRows(other);
-    showDifferences(await fetchJson("/api/compare", {a: run.name, b: name}));
+    const differences = await fetchJson("/api/compare", {a: chosenRun, b: name});
+    if (chosenRun !== run.name || name !== other.name) return;  // another run was chosen meanwhile
+    showDifferences(differences);
   }
   if (run.rows.size) drawCharts();
 }
@@ -503,7 +509,9 @@ function stepFiles() {
 async function showFiles() {
   const name = run.name;
   const newFiles = await fetchJson("/api/files", {run: name});
-  if (name !== run.name || newFiles.join() === files.join()) return;
+  if (name !== run.name) return;  // another run was chosen meanwhile
+  // If this run has no files yet, the page may still show those of the run before.
+  if (files.length && newFiles.join() === files.join()) return;
   files = newFiles;
   byId("no_files").hidden = files.length > 0;
   byId("talk").hidden = !files.length;
@@ -515,6 +523,7 @@ async function showFiles() {
   }
   const keepsFile = !followsNewest && files.includes(chosen);
   select.value = keepsFile ? chosen : last(stepFiles()) || files[0] || "";
+  byId("waiting_file").value = select.value;
   showAgents();
   if (select.value !== chosen || followsNewest) {
     pageStarts = [0];
@@ -551,7 +560,7 @@ async function showTrajectories() {
   const starts = pageStarts;
   const query = {run: run.name, file, first: last(starts), ...filters};
   const list = await fetchJson("/api/trajectories", query);
-  if (request !== listRequests) return;  // the filters have changed since the request
+  if (request !== listRequests) return;  // another list or run was chosen meanwhile
 
   const ordered = members();
   byId("list").replaceChildren(...list.rows.map(row => trajectoryRow(row, file, ordered)));
@@ -622,6 +631,13 @@ function showTrajectory(node, index, file) {
 
 // Who waits for whom
 
+function removeTimeline() {
+  if (workChart) workChart.remove();
+  workChart = null;
+  byId("timeline").textContent = "";
+  byId("work").replaceChildren();
+}
+
 // Show how many trajectories each agent and tool works for over the time of a step.
 async function showTimeline(file) {
   const name = run.name;
@@ -642,11 +658,8 @@ async function showTimeline(file) {
   } else {
     sentences.push("No times of calls are recorded for these trajectories, or there are too many of them.");
   }
+  removeTimeline();
   byId("timeline").textContent = sentences.join(" ");
-
-  if (workChart) workChart.remove();
-  workChart = null;
-  byId("work").replaceChildren();
   if (!timeline.lines) return;
   workChart = lineChart({
     title: "Trajectories by the agent or tool that works for them", detail: "", unit: UNITS[""],

@@ -348,16 +348,22 @@ def test_agents_of_another_team_have_colours_of_their_own(page: Browser, tmp_pat
     ]
 
 
+# Call a function with "c", and with another name while a request of the first call has no answer.
 CHOOSE_C_THEN = """(async () => {{
   const send = fetch;
-  let release;
+  let release, noteRequest;
   const released = new Promise(resolve => {{ release = resolve; }});
+  const requested = new Promise(resolve => {{ noteRequest = resolve; }});
   window.fetch = async (path, ...rest) => {{
-    if (path.startsWith("/api/agents?run=c")) await released;
+    if (path.startsWith({2!r})) {{
+      noteRequest();
+      await released;
+    }}
     return send(path, ...rest);
   }};
   const choose = {0};
   const first = choose("c");
+  await requested;
   await choose({1!r});
   release();
   await first;
@@ -368,17 +374,53 @@ CHOOSE_C_THEN = """(async () => {{
 def test_a_late_answer_about_a_run_changes_nothing_in_the_run_chosen_after_it(
     page: Browser, tmp_path: Path
 ) -> None:
-    write_small_run(tmp_path / "results/c", {"t": 1.0}, agents={"judge": {}})
+    write_small_run(tmp_path / "results/c", {"t": 1.0}, agents={"judge": {}}, seed=3)
     has_option = (
         "[...document.getElementById('other').options].some(option => option.value === {!r})"
     )
     page.until(has_option.format("c"))
-    page.value(CHOOSE_C_THEN.format("chooseRun", "b"))
+    agents_of_c = "/api/agents?run=c"
+    page.value(CHOOSE_C_THEN.format("chooseRun", "b", agents_of_c))
     assert page.value("[run.name, ...run.agents]") == ["b", "solver", "verifier"]
     page.until(has_option.format("a"))
     choose_other = "name => { byId('other').value = name; return compareRuns(); }"
-    page.value(CHOOSE_C_THEN.format(choose_other, "a"))
+    page.value(CHOOSE_C_THEN.format(choose_other, "a", agents_of_c))
     assert page.value("[other.name, ...other.agents]") == ["a", "solver", "verifier"]
+    page.value(CHOOSE_C_THEN.format(choose_other, "a", "/api/compare?a=b&b=c"))
+    # The seeds of b and a are 2 and 1.
+    assert page.value("byId('different').lastChild.textContent") == "seed21"
+
+
+def test_a_late_list_is_not_shown_in_the_run_chosen_after_it(page: Browser) -> None:
+    choose = "name => name === 'c' ? showTrajectories() : chooseRun(name)"
+    page.value(CHOOSE_C_THEN.format(choose, "b", "/api/trajectories?run=a"))
+    assert page.value(LISTED) == ""
+
+
+def test_a_run_without_trajectories_shows_none_of_the_run_before(page: Browser) -> None:
+    page.until("byId('timeline').textContent")
+    page.value("chooseRun('b')")
+    page.until("byId('talk').hidden && !byId('no_files').hidden", seconds=20)
+    assert page.value("byId('file').length + byId('waiting_file').length") == 0
+    assert page.value("byId('timeline').textContent") == ""
+
+
+def test_the_chosen_step_stays_in_both_lists_when_a_step_ends(
+    page: Browser, tmp_path: Path
+) -> None:
+    def end_step(number: int) -> None:
+        file = tmp_path / f"results/a/train/trajectories/step_{number:06}.parquet"
+        write_trajectories(file, [one_turn(1, "solver")])
+
+    end_step(3)
+    page.until("byId('file').length === 2", seconds=20)
+    end_step(4)
+    page.until("byId('file').length === 3", seconds=20)
+    chosen = "train/trajectories/step_000003.parquet"
+    put(page, "file", chosen, "change")
+    end_step(5)
+    page.until("byId('file').length === 4", seconds=20)
+    assert page.value("[byId('file').value, byId('waiting_file').value]") == [chosen, chosen]
 
 
 def test_files_of_an_evaluation_are_listed_after_the_last_step(
