@@ -280,7 +280,7 @@ function showTiles() {
 
   const rewards = values("reward/mean").map(row => row["reward/mean"]);
   if (rewards.length) {
-    const count = Math.min(5, rewards.length);  // of steps at each end that are averaged
+    const count = Math.min(5, rewards.length);  // number of steps at each end that are averaged
     const mean = list => list.reduce((a, b) => a + b, 0) / list.length;
     const newest = mean(rewards.slice(-count));
     const change = formatDifference(formatNumber(newest - mean(rewards.slice(0, count))));
@@ -327,8 +327,9 @@ function curvesOf(target) {
   return curves;
 }
 
-// Return the names of the members of a group of metrics, of either run: data sources for the group
-// "validation"; for other groups the agents, then policies and opponents. The position decides the colour.
+// Return the names of the members of a group of metrics, of both runs together. Those of the group
+// "validation" are data sources. All other groups have the same list: the agents, then policies and
+// opponents. The position of a name decides its colour.
 function members(group = "agent") {
   const membersOf = target => Object.values(target.charts)
     .filter(metric => metric.member && metric.chart.startsWith("validation/") === (group === "validation"))
@@ -653,8 +654,8 @@ async function showTimeline(file) {
     sentences.push(`The trainers waited ${collect} s for the team, and worked ${update} s.`);
   }
   if (timeline.lines) {
-    sentences.push(`The slowest trajectory was number ${timeline.slowest + 1}, of ${timeline.task}: `
-      + `half were done ${formatNumber(timeline.behind)} s before it.`);
+    sentences.push(`The slowest trajectory was number ${timeline.slowest + 1}, of task ${timeline.task}. `
+      + `It ended ${formatNumber(timeline.behind)} s after half of the trajectories had ended.`);
   } else {
     sentences.push("No times of calls are recorded for these trajectories, or there are too many of them.");
   }
@@ -716,7 +717,7 @@ async function watch() {
       if (readsLists) await showRuns();
       if (run.name) await refresh(readsLists);
     } catch (error) {
-      byId("facts").textContent = `${error.message}; asked again`;
+      byId("facts").textContent = `${error.message}; trying again every second`;
     }
     await new Promise(resolve => setTimeout(resolve, 1000));
   }

@@ -209,7 +209,7 @@ def test_a_browser_needs_the_token(results: Path, tmp_path: Path) -> None:
         page = browse(f"{url}/?token={TOKEN}#a", tmp_path / "profile")
         refused = browse(f"{url}/#a", tmp_path / "other")
     assert "step 4 of 4" in page
-    assert "The slowest trajectory was number 2, of t3.0: half were done 1 s before it." in page
+    assert "The slowest trajectory was number 2, of task t3.0. It ended 1 s after half" in page
     assert "Trajectories by the agent or tool that works for them" in page
     assert "<span>done, waiting for the slowest</span><b>1</b>" in page
     assert page.count("<figure>") == 3  # those of the metrics, and the timeline
