@@ -71,7 +71,7 @@ def print_credit(
         options: options of the estimator; without a name, they take precedence over those of the
             config.
         task: print only this task's turns.
-        limit: number of tasks to print without `task`.
+        limit: maximum number of tasks to print if `task` is None.
         console: console to print to.
 
     Raises:

@@ -67,7 +67,8 @@ def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPl
     those of older versions, which did not record the players.
 
     Raises:
-        FolderError: a file is damaged, two evaluations are of the same pair, or there is none.
+        FolderError: a file is damaged, two evaluations are of the same pair, or none
+            has both agents.
     """
     pairings: dict[tuple[str, str], Pairing] = {}
     for file in sorted(results.glob("*/evaluation/*.json")):

@@ -31,7 +31,8 @@ def write_game_pictures(
 
     Raises:
         RecordError: the file is not a file of trajectories, lies in no run's folder, or lacks the
-            trajectory; a trajectory is not a game; or `out` is no folder and has another suffix than .svg.
+            trajectory; the task of a trajectory is not among the run's tasks, or is no puzzle of a game;
+            or `out` is no folder and has another suffix than .svg.
         BadPuzzle: a task's prompt is not a puzzle of its game.
     """
     if out.suffix not in ("", ".svg") and not out.is_dir():

@@ -182,7 +182,8 @@ def _last_change(run: Path) -> float:
 def _read_failure(run: Path) -> str:
     """Return job, cause and log of the newest failure of a run's jobs, or "" if no job has failed.
 
-    Failures before the newest start of the training do not count, because it goes on without them.
+    Only a failure whose log is newer than that of the training is returned: a training that has
+    written since then goes on in spite of the failure.
     Logs that are links to files outside of the run's folder are not read.
     """
     folder = run.resolve()

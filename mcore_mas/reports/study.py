@@ -299,8 +299,8 @@ def _check_pairs(team: str, by_setting: Mapping[str, pd.DataFrame]) -> None:
     first, *others = by_setting
     if not others:
         raise MetricsError(
-            f"the team with orchestra '{team}' was trained with '{first}' only; a study compares at least two "
-            "estimators, or runs of two names with the same seeds"
+            f"the team with orchestra '{team}' has only the setting '{first}', and a study compares at least two; "
+            "add runs with another estimator, or with another name, and the same seeds"
         )
     first_seeds = list(by_setting[first].index)
     for other in others:

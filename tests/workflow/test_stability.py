@@ -243,7 +243,7 @@ def test_a_measure_that_a_run_does_not_have_is_unknown_and_not_0(tmp_path: Path)
 
 def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     runs = dict(make_run(tmp_path, "grpo", seed, 0.5) for seed in (1, 2))
-    with pytest.raises(MetricsError, match="orchestra 'duo' was trained with 'grpo' only"):
+    with pytest.raises(MetricsError, match="orchestra 'duo' has only the setting 'grpo'"):
         study_stability(runs, {run: run for run in runs}, [])
     runs |= dict([make_run(tmp_path, "drmas", 1, 0.5)])
     message = r"'grpo' has seeds \[1, 2\], 'drmas' \[1\]; expected the same"
