@@ -175,7 +175,7 @@ def _slurm_cause_in(event: str) -> str | None:
     """Return Slurm's reason to refuse or end the job of an event of Snakemake's log, or None."""
     refused = _SLURM_REFUSED.search(event)
     if refused:
-        reason = " ".join((refused[1] or refused[2]).split())
+        reason = " ".join((refused[1] or refused[2] or "sbatch gave no reason").split())
         return f"{CAUSE_PREFIX}Slurm does not take the job: {reason}"
 
     ended = _SLURM_ENDED.search(event)
@@ -200,7 +200,11 @@ def _slurm_cause_in(event: str) -> str | None:
 
 
 def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool) -> str:
-    """Return the last cause in the job's log, else Slurm's cause, else the end of the log."""
+    """Return the last cause in the job's log, else Slurm's cause, else the end of the log.
+
+    If the pipeline was stopped, the cause of a stopped job is no error, and a job without a cause is
+    said to be stopped, without the end of its log.
+    """
     logged_causes = [line for line in last_lines if line.startswith(CAUSE_PREFIX)]
     if logged_causes:
         cause = logged_causes[-1]

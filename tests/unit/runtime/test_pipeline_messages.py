@@ -174,6 +174,7 @@ ACCOUNT = (
     [
         (SBATCH, "sbatch: error: Requested node configuration is not available"),
         (ACCOUNT, "The given account x appears to be invalid. Available accounts: lab"),
+        ("SLURM sbatch failed. The error message was ''.", "sbatch gave no reason"),
     ],
 )
 def test_a_refused_job_reports_sbatchs_reason(tmp_path: Path, reason: str, expected: str) -> None:
