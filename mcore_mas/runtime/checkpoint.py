@@ -160,11 +160,11 @@ class Checkpoints:
                 )
             others = "there is no older one"
             if len(refused) == 2:
-                others = "nor does the older one fit this run"
+                others = "the older one cannot be used either"
             elif len(refused) > 2:
-                others = f"nor do the {len(refused) - 1} older ones fit this run"
+                others = f"the {len(refused) - 1} older ones cannot be used either"
             raise CheckpointError(
-                f"{folder}: {problem}; {others}; put a checkpoint back that fits, or move "
+                f"{folder}: {problem}; {others}; put back a checkpoint that can be used, or move "
                 f"{self._folder} away to start over"
             )
         if checkpoint is None:

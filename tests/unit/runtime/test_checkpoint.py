@@ -316,8 +316,8 @@ def test_a_run_whose_checkpoints_are_all_refused_does_not_start_over(
     with pytest.raises(CheckpointError) as refusal:
         open_(tmp_path, **identity).recover_newest(silent)
     assert str(refusal.value) == (
-        f"{step_folder(tmp_path, 2)}: {reason}; nor does the older one fit this run; put a "
-        f"checkpoint back that fits, or move {tmp_path} away to start over"
+        f"{step_folder(tmp_path, 2)}: {reason}; the older one cannot be used either; put "
+        f"back a checkpoint that can be used, or move {tmp_path} away to start over"
     )
     assert names(tmp_path) == before
 

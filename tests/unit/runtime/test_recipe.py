@@ -50,7 +50,7 @@ def test_a_checkpoint_with_another_problem_has_the_remedies_of_that_problem(tmp_
     save(Checkpoints(tmp_path, written, keep=2), 5)
     folder = tmp_path / "step_000005"
     end = (
-        "there is no older one; put a checkpoint back that fits, or move "
+        "there is no older one; put back a checkpoint that can be used, or move "
         f"{tmp_path} away to start over"
     )
 
