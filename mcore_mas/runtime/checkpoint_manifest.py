@@ -125,7 +125,10 @@ def models_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
 
 
 def recipe_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
-    """Return why a checkpoint is of another recipe or of other inputs, or ""."""
+    """Return how a checkpoint's recipe or inputs differ from the run's, and what to do.
+
+    Return "" if they are equal, or if the run may change them.
+    """
     if identity.may_change:
         return ""
     difference = describe_differences(manifest, identity)

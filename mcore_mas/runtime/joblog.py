@@ -59,8 +59,8 @@ def logged_cause(run: Path) -> Iterator[None]:
     """Append the cause of an error in this block to a run's log, for trainings outside of the pipeline.
 
     Their output stays on the terminal. If the log exists, a line in it separates this start from the
-    earlier ones. Nothing is written about a start that is refused because the folder cannot be used:
-    it is no failure of the run, and another process may be writing this log.
+    earlier ones, unless another process owns the run and may be writing this log. A `FolderError`, such
+    as of a run that another process owns, is no failure of the run, so its cause is not written.
 
     Args:
         run: folder of the run.

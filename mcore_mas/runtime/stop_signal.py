@@ -182,8 +182,8 @@ def _send_early_signal_again() -> None:
 class StopSignal:
     """A request to stop a run, by one of `STOP_SIGNALS` or by a call.
 
-    The run abandons work that can be done again, and finishes and saves everything else. After an
-    urgent request, such as Ctrl-C, it also breaks off an update that takes longer than `GRACE_S`. A
+    The run abandons work that can be done again, and finishes and saves everything else. After
+    Ctrl-C, the only urgent request, it also breaks off an update that takes longer than `GRACE_S`. A
     Ctrl-C after an earlier request to stop ends the process where it stands.
 
     Attributes:
@@ -194,7 +194,7 @@ class StopSignal:
     """
 
     def __init__(self, *, signals: bool = True) -> None:
-        """Listen to nothing yet.
+        """Create a request that listens to no signal before `listen` is called.
 
         Args:
             signals: False: only `request` stops the run, and the process keeps its signal handlers.
