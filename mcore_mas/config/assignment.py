@@ -37,11 +37,11 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     if not _are_mappings(sections["agents"]):
         return sections
 
-    policy_of_agent = _assigned_policies(sharing, partly, list(sections["agents"]))
-    agents = {
-        name: {**agent, "policy": agent.get("policy", policy_of_agent[name])}
-        for name, agent in sections["agents"].items()
-    }
+    # YAML reads an unquoted name such as 1 as a number.
+    agents = {str(name): agent for name, agent in sections["agents"].items()}
+    policy_of_agent = _assigned_policies(sharing, partly, list(agents))
+    for name, agent in agents.items():
+        agents[name] = {**agent, "policy": agent.get("policy", policy_of_agent[name])}
     sections["agents"] = agents
     if not isinstance(defaults, dict):
         raise ConfigError(
@@ -49,6 +49,7 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     policies = sections.get("policies") or {}
     if defaults and isinstance(policies, dict):
+        policies = {str(name): policy for name, policy in policies.items()}
         played = [agent["policy"] for agent in agents.values()]
         assigned = [policy for policy in played if policy in policy_of_agent.values()]
         merged_policies = {}
@@ -81,6 +82,8 @@ def _assigned_policies(sharing: Any, partly: Any, agents: list[str]) -> Mapping[
         "partly": partly,
     }
     policy_of_agent = mapping_by_sharing.get(sharing) if isinstance(sharing, str) else sharing
+    if isinstance(policy_of_agent, dict):
+        policy_of_agent = {str(agent): policy for agent, policy in policy_of_agent.items()}
     if not _is_assignment(policy_of_agent, agents):
         if sharing == "partly" and partly is not None:
             raise ConfigError(

@@ -103,6 +103,25 @@ def test_agents_may_be_given_policies_by_name_and_policies_settings_of_their_own
     }
 
 
+@pytest.mark.parametrize(
+    ("sharing", "policies"),
+    [("separate", {"1": 1e-6, "2": 0.5}), ("{1: a, 2: b}", {"a": 1e-6, "b": 1e-6})],
+)
+def test_names_of_agents_and_policies_may_be_numbers(
+    sharing: str, policies: dict[str, float]
+) -> None:
+    team = [
+        "orchestra={name: solver_verifier}",
+        "env={name: math}",
+        "reward={name: shared_outcome}",
+    ]
+    agents = "agents={1: {role: solver}, 2: {role: verifier}}"
+    policy_2 = ["policies={2: {lr: 0.5}}"] if "2" in policies else []
+    values = resolve([*ALONE, *team, agents, f"sharing={sharing}", *policy_2])
+    assert [agent["policy"] for agent in values["agents"].values()] == list(policies)
+    assert {name: policy["lr"] for name, policy in values["policies"].items()} == policies
+
+
 def test_an_experiment_without_a_team_has_no_options_of_another() -> None:
     values = resolve([*ALONE, "orchestra={name: single, options: {max_turns: 1}}", "env={name: math}",
                       "reward={name: shared_outcome}", "agents={player: {role: lone_solver}}"])  # fmt: skip
