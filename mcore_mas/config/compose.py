@@ -277,8 +277,10 @@ def _apply(override: Override, config: DictConfig) -> None:
     key = override.key_or_group
     if not override.is_delete():
         value = override.value()
+        present = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+        merge = isinstance(value, dict) and isinstance(present, DictConfig)
         try:
-            OmegaConf.update(config, key, value, merge=isinstance(value, dict), force_add=True)
+            OmegaConf.update(config, key, value, merge=merge, force_add=True)
         except OmegaConfBaseException:  # some of these errors are also a TypeError or a ValueError
             raise
         except (TypeError, ValueError) as error:

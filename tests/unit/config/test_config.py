@@ -768,6 +768,15 @@ def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> No
     assert (values["engine"]["name"], values["engine"]["slots"]) == ("embedded", 8)
 
 
+def test_a_mapping_replaces_a_list() -> None:
+    overrides = [
+        "data.validation=[{path: a.json}, {path: b.json}]",
+        "data.validation={path: c.json}",
+    ]
+    values = resolve(["experiment=drmas_t1_4b_shared_grpo", *overrides])
+    assert [file["path"] for file in values["data"]["validation"]] == ["c.json"]
+
+
 def keys(model: type[Section]) -> Iterator[str]:
     """Yield the names of the keys of a section and of the sections below it."""
     for name, field in model.model_fields.items():
