@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_mas.config.assignment import assign_policies
@@ -271,28 +271,46 @@ def _apply(override: Override, config: DictConfig) -> None:
     A key that the composed files lack can be set too, because it may have a default in the code.
 
     Raises:
-        ConfigError: a key to delete is not in the config, or a key is below a list and is not an index.
+        ConfigError: a key cannot be deleted (see `_delete`), or a key is below a list and is not an index.
         OmegaConfBaseException: the key cannot be set for another reason.
     """
     key = override.key_or_group
-    if not override.is_delete():
-        value = override.value()
-        present = OmegaConf.select(config, key, throw_on_resolution_failure=False)
-        merge = isinstance(value, dict) and isinstance(present, DictConfig)
-        try:
-            OmegaConf.update(config, key, value, merge=merge, force_add=True)
-        except OmegaConfBaseException:  # some of these errors are also a TypeError or a ValueError
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{key}: there is a list in this path; write the index of its entry, such as 0, or replace the list"
-            ) from error
+    value = override.value()
+    if override.is_delete():
+        _delete(config, key, value)
         return
+    present = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    merge = isinstance(value, dict) and isinstance(present, DictConfig)
+    try:
+        OmegaConf.update(config, key, value, merge=merge, force_add=True)
+    except OmegaConfBaseException:  # some of these errors are also a TypeError or a ValueError
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: there is a list in this path; write the index of its entry, such as 0, or replace the list"
+        ) from error
+
+
+def _delete(config: DictConfig, key: str, expected: Any) -> None:
+    """Delete a key of the config.
+
+    Args:
+        expected: the value in `~KEY=VALUE`; None in `~KEY`, which deletes any value.
+
+    Raises:
+        ConfigError: the key is not in the config, is an entry of a list, or has another value than the expected one.
+    """
     section_key, _, name = key.rpartition(".")
     section = OmegaConf.select(config, section_key) if section_key else config
+    if isinstance(section, ListConfig):
+        raise ConfigError(f"~{key}: an entry of a list cannot be deleted; replace the list")
     if not isinstance(section, DictConfig) or name not in section:
         hint = nearest_hint(name, map(str, section)) if isinstance(section, DictConfig) else ""
         raise ConfigError(f"~{key}: there is no such key to delete{hint}")
+    if expected is not None and expected != section[name]:
+        raise ConfigError(
+            f"~{key}={expected}: the value is {section[name]}; write ~{key} to delete any value"
+        )
     del section[name]
 
 

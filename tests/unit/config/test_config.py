@@ -403,6 +403,14 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ("~cold_strat", "~cold_strat: there is no such key to delete; nearest: cold_start"),
         ("~loss.kind", "~loss.kind: there is no such key to delete"),
         (
+            "data.validation=[{path: x.json}] | ~data.validation.0",
+            "~data.validation.0: an entry of a list cannot be deleted; replace the list",
+        ),
+        (
+            "trainer.keep_best=2 | ~trainer.keep_best=5",
+            "~trainer.keep_best=5: the value is 2; write ~trainer.keep_best to delete any value",
+        ),
+        (
             "policies.solver.model=${reslts}",
             "policies.solver.model: Interpolation key 'reslts' not found",
         ),
@@ -775,6 +783,12 @@ def test_a_mapping_replaces_a_list() -> None:
     ]
     values = resolve(["experiment=drmas_t1_4b_shared_grpo", *overrides])
     assert [file["path"] for file in values["data"]["validation"]] == ["c.json"]
+
+
+def test_a_key_is_deleted_with_its_value_or_without_one() -> None:
+    for override in ("~trainer.checkpoint_every", "~trainer.checkpoint_every=7"):
+        values = resolve(["experiment=demo_math", "trainer.checkpoint_every=7", override])
+        assert values["trainer"]["checkpoint_every"] == 10  # the default
 
 
 def keys(model: type[Section]) -> Iterator[str]:
