@@ -23,8 +23,9 @@ def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     At `tiny`, every relative path of a data file or a model is read below the results folder, where the pipeline makes
     those of `data/` and `models/`. Absolute paths, also those of downloaded models, stay. Generated tables take the
     place of DSBench's tasks. A retriever on other servers, or over a published index, is replaced by one that the run
-    starts. A coach is left out; the reward, which may use its scores, is then the outcome of the trajectory.
-    `drawn_reward` is added to every turn's reward, so that there is something to learn.
+    starts. A coach is left out; the reward, which may use its scores, is then the outcome of the trajectory. A policy's
+    overrides of `engine` and `trainer` are left out too, because they could exceed the scale. `drawn_reward` is added
+    to every turn's reward, so that there is something to learn.
 
     Raises:
         ConfigError: a policy is a remote model.
@@ -90,6 +91,8 @@ def _limited(value: Any, limits: Mapping[str, int]) -> Any:
 def _scaled_policy(name: str, policy: Mapping[str, Any], results: Path) -> dict[str, Any]:
     """Return a policy with its model below the results folder, and its critic at a constant learning rate.
 
+    Of its overrides, only those of the loss stay.
+
     Args:
         policy: the policy with the settings of the scale, which make its own learning rate constant.
 
@@ -101,6 +104,12 @@ def _scaled_policy(name: str, policy: Mapping[str, Any], results: Path) -> dict[
             f"policies.{name}: a remote model has no tiny scale; give the policy a model folder in place of remote"
         )
     scaled = {**policy, "model": str(results / policy["model"])}
+    if "overrides" in policy:
+        scaled["overrides"] = {
+            section: settings
+            for section, settings in policy["overrides"].items()
+            if section not in ("engine", "trainer")
+        }
     if policy.get("critic"):
         scaled["critic"] = {**policy["critic"], "warmup_steps": 0, "schedule": "constant"}
     return scaled

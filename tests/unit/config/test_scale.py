@@ -67,6 +67,15 @@ def test_a_policy_that_trains_in_fp8_has_a_tiny_scale() -> None:
     assert resolve(overrides, None, "tiny")["policies"]["verifier"]["fp8"] is None
 
 
+def test_a_policys_overrides_do_not_exceed_the_tiny_scale() -> None:
+    overrides = (
+        "{engine: {max_length: 16384}, trainer: {updates_per_step: 4}, loss: {entropy: 0.5}}"
+    )
+    experiment = ["experiment=drmas_t1_4b_separate_grpo", f"policies.solver.overrides={overrides}"]
+    tiny = resolve(experiment, None, "tiny")["policies"]["solver"]["overrides"]
+    assert tiny == {"engine": {}, "loss": {"entropy": 0.5}, "trainer": {}}
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
