@@ -514,8 +514,8 @@ def _check_collection_ahead(config: RunSections) -> None:
             f"engine.sleep: with a staleness of {staleness}, engines sample while policies are trained, and cannot "
             "sleep; set engine.sleep to false, or staleness to 0"
         )
-    for name, policy in config.policies.items():
-        if policy.offload:
+    for name in config.trained:
+        if config.policies[name].offload:
             raise ValueError(
                 f"policy '{name}': offload frees the trainer's memory while the team acts, and with a "
                 f"staleness of {staleness}, the team acts while the trainer works; set offload to false, or "

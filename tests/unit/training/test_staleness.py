@@ -104,6 +104,16 @@ class TestConfig:
                 ]
             )
 
+    def test_a_frozen_policy_with_offload_does_not_keep_others_from_being_collected_ahead(
+        self,
+    ) -> None:
+        teacher = [
+            "+policies.teacher={model: m, offload: true}",
+            "+policies.solver.teacher={policy: teacher}",
+        ]
+        values = resolve(["experiment=demo_math", "+trainer.staleness=1", *teacher])
+        assert RunConfig.from_values(values, "test").collects_ahead
+
 
 @dataclass(frozen=True)
 class Timing:
