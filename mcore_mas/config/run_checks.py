@@ -191,10 +191,11 @@ def _check_sessions(config: RunSections) -> None:
     needed = trees * (branching.width - 1) + 1
     sessions = openenv_sessions(**config.env.options)
     if sessions < needed:
+        options = "sessions" if config.env.options.get("url") else "sessions (or servers)"
         raise ValueError(
             f"trainer.branching.width {branching.width} needs {needed} sessions of OpenEnv, and env.options allow "
             f"{sessions}: with fewer, the {trees} trees that grow at a time may take all and wait for each other; "
-            "raise env.options.sessions (or servers), or lower width or tasks_per_step"
+            f"raise env.options.{options}, or lower width or tasks_per_step"
         )
 
 

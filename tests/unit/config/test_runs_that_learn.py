@@ -134,6 +134,10 @@ def test_trees_that_would_wait_for_each_others_sessions_are_refused() -> None:
 
     # Four trees that each have two of three branches, and one session more
     assert "width 3 needs 9 sessions of OpenEnv, and env.options allow 1: " in refusal()
+    assert "raise env.options.sessions (or servers), or" in refusal()
+    # A server that runs already is the only one.
+    with_url = refusal("+env.options.url='http://host:8000'", "+env.options.sessions=8")
+    assert "allow 8" in with_url and "raise env.options.sessions, or lower width" in with_url
     assert "allow 8" in refusal("+env.options.sessions=8")
     assert refusal("+env.options.sessions=9") == ""
     assert refusal("+env.options.sessions=3", "+env.options.servers=3") == ""
