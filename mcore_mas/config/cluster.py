@@ -42,8 +42,8 @@ class ClusterConfig(Section):
 
     # "local": Ray is started for the run; otherwise a running Ray: host:port of its head, or "auto" (on this machine).
     address: str = "local"
-    # Device of trainers and engines. "auto": GPUs if there are any; "cpu": GPUs are hidden from the run, so no engine
-    # can have `device: cuda`.
+    # Device of trainers and engines. "auto": GPUs if there are any; "cuda": GPUs, and an error if there are none;
+    # "cpu": GPUs are hidden from the run, so no engine can have `device: cuda`.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Maximum number of restarts within an hour. If a trainer is lost or hangs, all trainers start again from the newest
     # checkpoint.
@@ -136,12 +136,11 @@ class ClusterConfig(Section):
             )
 
     def _may_run_on_cpu(self, engine: EngineConfig) -> bool:
-        """Return True if it is an embedded engine that some machine would run on a CPU."""
+        """Return True if the engine is an embedded one, and runs on a CPU on some machines."""
         if engine.name != "embedded" or engine.device == "cuda":
             return False
-        # Without a GPU, a local run with `device: cuda` is refused at its start.
-        has_gpus = self.device == "cuda" and self.address == "local"
-        return engine.device == "cpu" or not has_gpus
+        # With `cluster.device: cuda`, a run without GPUs is refused at its start.
+        return engine.device == "cpu" or self.device != "cuda"
 
     def check_policies(self, groups: Mapping[str, Sequence[str]], resident: Sequence[str]) -> None:
         """Refuse settings of the cluster that do not go with the policies.

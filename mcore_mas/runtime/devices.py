@@ -100,11 +100,17 @@ def find_devices(config: RunConfig, nodes: Sequence[Node] = ()) -> RunDevices:
         nodes: nodes of a Ray that was joined; (): this machine.
 
     Raises:
-        PlacementError: there are too few devices, or too few on one node or with a label; or the GPUs
-            do not suit the retriever or SGLang's servers.
+        PlacementError: the config wants GPUs, and there is none; there are too few devices, or too
+            few on one node or with a label; or the GPUs do not suit the retriever or SGLang's
+            servers.
     """
     if nodes:
-        use_gpus = config.cluster.device != "cpu" and any(node.gpus for node in nodes)
+        has_gpus = any(node.gpus for node in nodes)
+        if config.cluster.device == "cuda" and not has_gpus:
+            raise PlacementError(
+                "cluster.device: cuda, and no node has a GPU; set it to auto or cpu"
+            )
+        use_gpus = config.cluster.device != "cpu" and has_gpus
         device_type: DeviceType = "GPU" if use_gpus else "CPU"
     else:
         device_type = device_type_here(config)

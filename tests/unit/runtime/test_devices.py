@@ -187,6 +187,8 @@ def test_the_devices_of_a_cluster_are_those_of_its_nodes() -> None:
     assert find_devices(config(), [*GPUS, *nodes]).nodes == {"n3": 8, "n1": 0, "n2": 0}
     with pytest.raises(PlacementError, match=r"needs 8 CPUs .*, and there are 3;"):
         find_devices(config(), nodes[:1])
+    with pytest.raises(PlacementError, match=r"cluster\.device: cuda, and no node has a GPU;"):
+        find_devices(config("cluster.device=cuda"), nodes)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,6 @@ VERIFIER_ON_CPU = "+policies.verifier.overrides.engine={name: embedded, device: 
     [
         (),
         ("+engine.device=cpu", "cluster.device=cuda"),
-        ("cluster.device=cuda", "+cluster.address=auto"),
         (*SGLANG, VERIFIER_ON_CPU),
     ],
 )
@@ -300,7 +301,15 @@ def test_a_deterministic_engine_that_may_be_on_a_cpu_has_one_thread(
         config(*settings, "+engine.deterministic=true", "cluster.threads_per_process=2")
 
 
-@pytest.mark.parametrize("settings", [("cluster.device=cuda",), ("+engine.device=cuda",), SGLANG])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("cluster.device=cuda",),
+        ("cluster.device=cuda", "+cluster.address=auto"),
+        ("+engine.device=cuda",),
+        SGLANG,
+    ],
+)
 def test_a_deterministic_engine_on_a_gpu_may_have_several_threads(
     settings: tuple[str, ...],
 ) -> None:
