@@ -27,7 +27,7 @@ _STORE_SCHEMES = {
 # Searched in the unquoted query: an ODBC connection string in it writes PWD= as PWD%3D.
 _PASSWORD_IN_QUERY = re.compile("(?i)(password|passwd|pwd|token|secret|api_?key)=")
 # Searched in the whole URI: a password may have a slash, at which urlsplit ends the host.
-_DATABASE_PASSWORD = re.compile(r"[\w+.-]+://[^:/]*:[^@]+@")
+_PASSWORD_BEFORE_HOST = re.compile(r"[\w+.-]+://[^:/]*:[^@]+@")
 _TagName = Annotated[str, Field(pattern=r"^[\w.\-:/ ]+$", max_length=250)]
 
 
@@ -53,8 +53,8 @@ class TrackingConfig(Section):
         password_in_query = _PASSWORD_IN_QUERY.search(unquote(parts.query))
         # A server may take a token as its user name. The user name of a database is no secret.
         may_be_token = is_server and parts.username
-        database_password = not is_server and _DATABASE_PASSWORD.match(uri)
-        if password_in_query or parts.password or may_be_token or database_password:
+        password = parts.password or _PASSWORD_BEFORE_HOST.match(uri)
+        if password_in_query or password or may_be_token:
             raise ValueError(
                 "must not hold a password, a token or, for an HTTP server, a user name, because config.yaml and "
                 "MLflow would show it; see docs/mlflow.md"

@@ -118,6 +118,7 @@ def test_the_keys_of_a_training_are_shown_nowhere(
     "uri",
     [
         "http://me:tiger-1234@store:5000",
+        "http://me:ro/tiger-1234@store:5000",
         "https://tiger-1234@store",
         "postgresql://me:tiger-1234@store/runs",
         "postgresql://me:ro/tiger-1234@store/runs",
