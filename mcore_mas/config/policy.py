@@ -88,7 +88,10 @@ class LoraConfig(Section):
 
 
 class CriticConfig(RateConfig):
-    """A critic: a value head on the policy's `model`, of which it trains a copy or, with `lora`, its own adapters."""
+    """A critic: a value head on the policy's `model`.
+
+    The critic trains a copy of this model, or adapters of its own if the policy has `lora`.
+    """
 
     # Clip range of PPO's value loss in units of the reward, around the values at the start of the training step.
     clip: float = Field(0.2, gt=0)
@@ -174,7 +177,7 @@ class PolicyConfig(RateConfig):
     lr: float = Field(0.0, ge=0)
     # Folder of the model in Hugging Face's format, or the Hub's id of a model that was downloaded.
     model: str = ""
-    # Chat template in place of the model's own, for a base model that has none.
+    # Name of a chat template, for a model that has none or whose own cannot be used.
     chat_template: Literal["plain", "chatml"] | None = None
     # Arguments of the template, such as enable_thinking: false.
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
@@ -326,12 +329,13 @@ def check_shared_bases(policies: Mapping[str, PolicyConfig], trained: Collection
         key = f"policies.{name}: share_base"
         if name not in trained:
             raise ValueError(
-                f"{key} is for trained adapters on a frozen model, and nothing trains it; leave share_base out"
+                f"{key} is for policies that train adapters on a frozen model, and nothing trains this policy; leave "
+                "share_base out"
             )
         if policy.lora is None:
             raise ValueError(
-                f"{key} is for trained adapters on a frozen model, and all of its weights are trained; "
-                "give it a lora section, or leave share_base out"
+                f"{key} is for policies that train adapters on a frozen model, and this policy trains all weights; "
+                f"add policies.{name}.lora, or leave share_base out"
             )
         group = policies_on_base(policies, name)
         if len(group) == 1:

@@ -89,7 +89,8 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
     [
         (
             SHARED,
-            "policies.solver: share_base is for trained adapters on a frozen model, and all of its wei",
+            "policies.solver: share_base is for policies that train adapters on a frozen model, and this policy "
+            "trains all weights; add policies.solver.lora, or leave share_base out",
         ),
         (
             [*LORA, SHARED[1]],
@@ -109,7 +110,7 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
         ),
         (
             [*LORA, *SHARED, "+agents.verifier.loss_weight=0"],
-            "policies.verifier: share_base .*nothing trains it",
+            "policies.verifier: share_base .*nothing trains this policy",
         ),
         (
             [
