@@ -50,8 +50,8 @@ class ClusterConfig(Section):
     restarts: int = Field(3, ge=0)
     # Seconds without a sign of life after which a trainer at work counts as hanging; None: it never does.
     hang_s: float | None = Field(1800.0, gt=0)
-    # CPU threads of a trainer or an engine. None: a training divides the cores by the processes that work at the same
-    # time; it is 1 in all other commands, in a running Ray, and with engine.deterministic.
+    # CPU threads of a trainer or an engine. None: in a training, the number of cores divided by the number of processes
+    # that work at the same time; 1 in all other commands, in a running Ray, and with engine.deterministic.
     threads_per_process: int | None = Field(None, ge=1)
     # Size of Ray's object store in MiB; None: enough for the samples of a step twice, and at least 256.
     object_store_mb: int | None = Field(None, ge=80)
@@ -85,8 +85,9 @@ class ClusterConfig(Section):
     def check_engine(self, policy: str, engine: EngineConfig) -> None:
         """Refuse an engine that the placement of a run rules out.
 
-        `cluster.device: cpu` hides the GPUs from every engine. The embedded engine runs on the driver's node, where
-        the command was started.
+        `cluster.device: cpu` hides the GPUs from every engine. The embedded engine runs on the node where the command
+        was started, so `cluster.nodes` cannot choose its nodes.
+
         For SGLang's servers that the run starts, the transport `tensor` needs trainer and engine on the same GPU, and
         `distributed` needs them on different ones, because NCCL accepts no GPU twice. Several actors of an embedded
         engine need a device each, and read weights from a folder. On a CPU, `engine.deterministic` needs a single

@@ -84,7 +84,7 @@ class LossConfig(Choice):
         if self.old_policy == "sampled" and self.correction.name == "none":
             raise ValueError(
                 "old_policy 'sampled' needs a correction that the config sets, such as correction.name: tis (the "
-                "default correction of runs in bfloat16 does not count); without one, the loss uses the engine's "
+                "default correction of runs outside float32 does not count); without one, the loss uses the engine's "
                 "log-probabilities as those of the old policy, and old_policy has no effect"
             )
         return self

@@ -303,9 +303,9 @@ def _settings_by_name(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
 def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:
     """Return the settings of a row of a grid, in the order in which they are merged.
 
-    Each pattern of the grid that yields the row's name adds the words in its braces, which are keys of the file's
-    `settings`, and then its value: a key of `settings`, a mapping, a list of both, or None. The pattern `t1_{4b,8b}`
-    gives the row `t1_4b` the settings `4b` and its value.
+    For each pattern that yields the row's name, these are the words that the name takes from the pattern's braces (keys
+    of the file's `settings`), then the pattern's value: a key of `settings`, a mapping, a list of both, or None. The
+    row `t1_4b` of the pattern `t1_{4b,8b}` has the settings `4b`, then the pattern's value.
     """
     row_settings: list[Any] = []
     for pattern, value in grid.items():

@@ -93,7 +93,7 @@ def _check_policies_defined(
         hint = nearest_hint(policy, policies)
         if not hint:
             # The agent may be misspelt: with `sharing: separate`, an override of `agents.solvr` adds this agent, with
-            # policy `solvr`.
+            # policy `solvr`. Nothing defines this policy if the config has no `policy_defaults`.
             others = [other for other in policy_of_agent if policy_of_agent[other] in policies]
             hint = nearest_hint(agent, others, label="nearest agents")
         raise ValueError(
@@ -325,24 +325,26 @@ def _check_advantage(config: RunSections, name: str) -> None:
     """Check that a run has the inputs of an agent's advantage estimator, and several votes to compare.
 
     The inputs are the critic of a trained policy, a greedy trajectory with a reward, or the rewards of consecutive
-    steps (see `REQUIRED_COLUMN`). Several votes are needed if the agent learns from its reward: it has a loss weight,
-    and its policy does not learn from a teacher alone. With the estimator's option `lone: raw` one vote is enough.
+    steps (see `REQUIRED_COLUMN`). Several votes (see `Grouping`) are needed if the agent learns from its reward: it has
+    a loss weight, and its policy does not learn from a teacher alone. With the estimator's option `lone: raw` one vote
+    is enough.
     """
     agent = config.agents[name]
     advantage = config.advantage_of(name)
     label = f"agent '{name}': advantage '{advantage.name}'"
-    required = REQUIRED_COLUMN.get(advantage.name)
+    required_column = REQUIRED_COLUMN.get(advantage.name)
     policy_is_trained = agent.policy in config.trained
-    if required == "values" and policy_is_trained and config.policies[agent.policy].critic is None:
+    has_critic = config.policies[agent.policy].critic is not None
+    if required_column == "values" and policy_is_trained and not has_critic:
         raise ValueError(
             f"{label} needs policies.{agent.policy}.critic; define it, or choose another advantage"
         )
-    if required == "greedy_rewards" and config.reward.name == "tree_shaping":
+    if required_column == "greedy_rewards" and config.reward.name == "tree_shaping":
         raise ValueError(
             f"{label} compares with a greedy trajectory, which reward 'tree_shaping' has no reward for; choose another "
             "advantage or reward"
         )
-    if required == "step_rewards" and "trees" in config.vote_sources:
+    if required_column == "step_rewards" and "trees" in config.vote_sources:
         raise ValueError(
             f"{label} needs the rewards of consecutive steps, which trees do not have; choose another advantage"
         )
@@ -376,10 +378,10 @@ def _check_schedules(config: RunSections) -> None:
             length = schedule_length(config, name, of_critic=rate is policy.critic)
             end = rate.decay_steps or length
             if end <= rate.warmup_steps:
-                raised = "decay_steps" if rate.decay_steps else "trainer.steps"
+                setting_to_raise = "decay_steps" if rate.decay_steps else "trainer.steps"
                 raise ValueError(
                     f"policies.{key}: schedule '{rate.schedule}' ends with {unit} {end}, but warmup_steps is "
-                    f"{rate.warmup_steps}; lower warmup_steps, or raise {raised}"
+                    f"{rate.warmup_steps}; lower warmup_steps, or raise {setting_to_raise}"
                 )
 
 

@@ -287,16 +287,16 @@ def for_policy(config: _Run, policy: str) -> _Run:
             line = error_line(error, type(section), values, prefix=key)
             raise ValueError(line) from None
 
-    policy_config = config.model_copy(update=sections)
-    tokens = policy_config.trainer.microbatch_tokens
-    length = policy_config.engine.max_length
+    run_config = config.model_copy(update=sections)
+    tokens = run_config.trainer.microbatch_tokens
+    length = run_config.engine.max_length
     if tokens < length and policy in config.trained:
         prefix = f"policies.{policy}.overrides: " if overrides.engine or overrides.trainer else ""
         raise ValueError(
             f"{prefix}trainer.microbatch_tokens {tokens} has no room for one sequence of engine.max_length {length}; "
             f"use microbatch_tokens: {length}, or max_length: {tokens}"
         )
-    return policy_config
+    return run_config
 
 
 def engine_holder(config: RunSections, policy: str) -> str:
@@ -314,8 +314,9 @@ def schedule_length(config: RunSections, policy: str, *, of_critic: bool = False
     """Return the default of `decay_steps` of a policy or its critic: the length of its learning rate schedule.
 
     The length is the number of updates in the whole run, 0 for a frozen policy. A policy is not updated in the head
-    start of its critic. With `trainer.minibatch` the number of updates is not known beforehand, so the length is the
-    number of steps in the policy's turns, including those of the head start.
+    start of its critic. With `trainer.minibatch` the number of updates is not known beforehand, and the schedule
+    advances once per step that trains the policy, also in the head start (see `schedule_positions`); the length is then
+    the number of these steps.
     """
     trainer = for_policy(config, policy).trainer
     critic = config.policies[policy].critic

@@ -94,9 +94,9 @@ class TrainerConfig(Section):
 
     @property
     def trajectories_per_step(self) -> int:
-        """Number of trajectories that are started for a batch of tasks; with branching, number of trees.
+        """Number of trajectories that are sampled for a batch of tasks; with branching, number of trees.
 
-        A step has one batch, and more if its filter resamples.
+        Greedy trajectories and replays are not counted. A step has one batch, and more if its filter resamples.
         """
         return self.tasks_per_step * (self.group_size + self.surplus)
 
