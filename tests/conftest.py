@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,18 +112,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files with slow tests first, and the longest of them before all, so that all processes end together.
-
-    Otherwise the order of files is arbitrary but the same every time: files of one folder would run side by side, and
-    if all of them wait for servers or deadlines, the processors are idle.
-    """
+    """Run the files with slow tests first, and the longest of them before all, so that all processes end together."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-
-    def position(item: pytest.Item) -> tuple[bool, bool, int]:
-        checksum = zlib.crc32(str(item.path.relative_to(item.config.rootpath)).encode())
-        return item.path not in slow_files, item.path.name not in LONG_FILES, checksum
-
-    items.sort(key=position)
+    items.sort(key=lambda item: (item.path not in slow_files, item.path.name not in LONG_FILES))
 
 
 @pytest.fixture(scope="module")
