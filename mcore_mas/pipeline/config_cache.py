@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from mcore_mas import PACKAGES, SHIPPED, package_folders
 from mcore_mas.pipeline.sharing import json_digest
 from rollout.base.files import write_text
@@ -26,8 +28,9 @@ class ConfigCache:
 
     A config is composed again when its overrides, our code or configs, or a file of the user that
     it was composed from has changed: configs, imported Python modules, the config.json of a model.
-    Nothing is cached if the user's configs or the overrides read environment variables. The file
-    may be deleted at any time.
+    After a download from the Hub, all are composed again, because ids of models and data sets are
+    replaced by the folders of their downloads. Nothing is cached if the user's configs or the
+    overrides read environment variables. The file may be deleted at any time.
     """
 
     def __init__(self, path: Path, configs: Path | None, code: Sequence[Path]) -> None:
@@ -47,9 +50,10 @@ class ConfigCache:
         ]
         modules = [file for folder in package_folders() for file in folder.rglob("*.py")]
         user_configs = sorted(configs.rglob("*.yaml")) if configs else []
-        self._common_digest = json_digest(
-            [_stamps([*shipped, *modules, *user_configs]), os.environ.get(_SHIPPED_VARIABLE)]
-        )
+        hub_cache = Path(constants.HF_HUB_CACHE)
+        downloads = sorted([*hub_cache.glob("*/refs/*"), *hub_cache.glob("*/snapshots/*")])
+        files = [*shipped, *modules, *user_configs, *downloads]
+        self._common_digest = json_digest([_stamps(files), os.environ.get(_SHIPPED_VARIABLE)])
         self._disabled = any(
             _ENVIRONMENT_RESOLVER in file.read_text(encoding="utf-8", errors="replace")
             for file in user_configs

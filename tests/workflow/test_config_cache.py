@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from mcore_mas.pipeline import suite as suites
 from mcore_mas.pipeline.suite import Suite
@@ -75,6 +76,27 @@ def test_a_change_of_the_users_files_is_noticed(tmp_path: Path, composed: list[s
     experiment.write_text("defaults: [demo_math, {override /advantage: rloo}]\n")
     assert load(tmp_path, **runs).runs["mine"]["advantage"]["name"] == "rloo"
     assert composed == ["mine"] * 3
+
+
+def test_a_download_from_the_hub_is_noticed(
+    tmp_path: Path, composed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    overrides = [*RUNS["one"], "policies.shared.model=me/tiny"]
+    before = load(tmp_path, one=overrides)
+    assert before.runs["one"]["policies"]["shared"]["model"] == "me/tiny"
+
+    model = tmp_path / "hub" / "models--me--tiny"
+    for commit in ("a" * 40, "b" * 40):
+        snapshot = model / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / "main").write_text(commit)
+        after = load(tmp_path, one=overrides)
+        assert after.runs["one"]["policies"]["shared"]["model"] == str(snapshot)
+    load(tmp_path, one=overrides)
+    assert composed == ["one", "one", "one"]
 
 
 def test_runs_that_read_the_environment_are_composed_again(
