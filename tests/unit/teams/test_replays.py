@@ -273,7 +273,7 @@ def test_an_orchestra_that_is_not_deterministic_is_refused() -> None:
     assert trajectory.status is Status.FAILED
     assert trajectory.error.startswith(
         "BranchError: environment or orchestra of task t is not deterministic: cannot branch (with the "
-        "same replies, the orchestra waits for b (turn 0, messages "
+        "same replies, the orchestra waits for b (turn 0, digest of messages "
     )
 
 

@@ -289,8 +289,10 @@ def pay_while_rewards_are_left(group: Group) -> Group:
 async def answer_without_asking(
     task: Task, team: TeamSession, env: Env, *, max_loops: int = 1
 ) -> None:
-    """Answer the task without asking an agent."""
-    env.reset(task)
+    """Answer the task, and ask an agent only if the task has no answer."""
+    problem = env.reset(task)
+    if not task.answers:
+        await team.act(task.source, problem=problem)
     await env.step(task.answers[0])
 
 
