@@ -110,9 +110,10 @@ class Episode:
             for name, maker in agent.tools.items():
                 with DefectGuard(f"tools.{name}"):
                     tools_context = maker(**self._accepted_arguments(maker))
-                tools += await self._timed(
-                    f"tools.{name}", opened.enter_async_context, tools_context
-                )
+                with self.session.waits_for(f"tools.{name}"):
+                    tools += await self._timed(
+                        f"tools.{name}", opened.enter_async_context, tools_context
+                    )
             if tools:
                 self.session.tools[agent.name] = tools
         self.session.run_tool = self.run_tool

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -227,6 +227,31 @@ def test_an_environment_is_closed_after_every_kind_of_end():
     )
     assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.LATE]
     assert closed == ["0", "1", "2"]
+
+
+def collect_with_tools(make_tools, make_env=Adder):
+    """Return a trajectory whose deadline is 5 s, and whose agent a has the tools `shop`."""
+    team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
+    agent = replace(team.agents["a"], tools={"shop": make_tools})
+    team = replace(team, agents={**team.agents, "a": agent})
+    deadlines = Deadlines(trajectory_s=5)
+    collection = collect(
+        [TASK], team, make_env, ask, group_size=1, seed=SEED, step=STEP, deadlines=deadlines
+    )
+    [group] = run_virtually(collection)
+    [trajectory] = group.trajectories
+    return trajectory
+
+
+def test_tools_that_do_not_open_are_named_as_awaited():
+    @asynccontextmanager
+    async def hanging():
+        await asyncio.sleep(1000)
+        yield []
+
+    assert collect_with_tools(hanging).error == (
+        "the trajectory's deadline of 5 s passed while it waited for tools.shop"
+    )
 
 
 def test_an_aborted_reply_is_a_failure_and_not_a_malformed_turn():
