@@ -91,8 +91,10 @@ class Episode:
             try:
                 await self.session.close()
             finally:
-                await self._close("tools", opened_tools.aclose)
-                await self._close(f"{self._name}.close", opened_env.aclose)
+                try:
+                    await self._close("tools", opened_tools.aclose)
+                finally:
+                    await self._close(f"{self._name}.close", opened_env.aclose)
 
     async def _open_env(self, opened: AsyncExitStack) -> None:
         """Open the environment if it has `open` and `close`."""

@@ -254,6 +254,25 @@ def test_tools_that_do_not_open_are_named_as_awaited():
     )
 
 
+def test_an_environment_is_closed_if_closing_the_tools_is_cancelled():
+    closed = []
+
+    class Closing(Adder):
+        async def open(self, task):
+            pass
+
+        async def close(self):
+            closed.append("env")
+
+    @asynccontextmanager
+    async def hanging():
+        yield []
+        await asyncio.sleep(1000)
+
+    assert collect_with_tools(hanging, Closing).status is Status.LATE
+    assert closed == ["env"]
+
+
 def test_an_aborted_reply_is_a_failure_and_not_a_malformed_turn():
     class Aborting(ScriptedEngine):
         async def generate(self, prompt_ids, sampling):
