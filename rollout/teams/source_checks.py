@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 import textwrap
+import types
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
@@ -22,6 +23,7 @@ from rollout.base.hints import nearest_hint
 
 _OWN_PACKAGES = frozenset({"mcore_mas", "rollout", "retrieval"})
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_COROUTINE_ATTRIBUTES = frozenset(dir(types.CoroutineType))  # such as `close`
 _BRACE_ADVICE = "write a brace that is text as {{ or }}"
 
 
@@ -380,14 +382,18 @@ def describe_misuse(function: Callable[..., Any], *classes: type) -> str:
 
 
 def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str]:
-    """Count how often each name is bound: as a parameter, a variable, a function or an import."""
+    """Count how often each name is bound: as a parameter, a variable, a function or an import.
+
+    An import is counted by the name after `import`, and also by the name after `as`. `import a.b`
+    counts "a.b", and not "a".
+    """
     bindings: Counter[str] = Counter()
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             continue  # reads a variable
         if isinstance(node, ast.keyword):
             continue  # names a parameter of the called function
-        for field in ("id", "arg", "name", "asname"):  # fields with names, in all kinds of nodes
+        for field in ("id", "arg", "name", "asname"):  # fields of nodes that hold a bound name
             name = getattr(node, field, None)
             if name is not None:
                 bindings[name] += 1
@@ -424,40 +430,53 @@ def _missing_await(
 ) -> str:
     """Describe the first coroutine that is dropped, or used as if it had been awaited.
 
+    Only statements such as `team.act(...)` and `reply = team.act(...)` are examined.
+
     Args:
         nodes: all nodes of the function.
         accesses: attributes of the checked parameter.
         class_: class of the checked parameter.
         bindings: number of times that each name is bound.
+
+    Returns:
+        The advice to await the call; "" if there is no such coroutine.
     """
-    # Variables whose attributes are used. They must hold a result, since a coroutine has no such
-    # attributes.
-    with_attributes = {
-        node.value.id
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    used_as_results = {
+        expression.id
+        for expression in _expressions_used_as_results(nodes)
+        if isinstance(expression, ast.Name)
     }
     later_statements = _later_statements(nodes)
     for node in nodes:
-        if not isinstance(node, ast.Assign | ast.Expr) or not isinstance(node.value, ast.Call):
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
+            continue
+        if not isinstance(node.value, ast.Call):
             continue
         method = node.value.func
         if not isinstance(method, ast.Attribute) or method not in accesses:
             continue
         if not inspect.iscoroutinefunction(getattr(class_, method.attr, None)):
             continue
-        targets = [
-            target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)
-        ]
         is_misused = isinstance(node, ast.Expr)  # the coroutine is dropped
-        for name in targets:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        for name in names:
             if bindings[name] == 1:
-                is_misused |= name in with_attributes
+                is_misused |= name in used_as_results
             else:
                 is_misused |= _is_taken_for_result(name, later_statements.get(node, ()))
         if is_misused:
             return f"write await before {ast.unparse(node.value)}"
     return ""
+
+
+def _expressions_used_as_results(nodes: Sequence[ast.AST]) -> list[ast.expr]:
+    """Return the expressions that cannot be coroutines, because coroutines lack an attribute that is used."""
+    return [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr not in _COROUTINE_ATTRIBUTES
+    ]
 
 
 def _later_statements(nodes: Sequence[ast.AST]) -> dict[ast.stmt, list[ast.stmt]]:
@@ -472,11 +491,12 @@ def _later_statements(nodes: Sequence[ast.AST]) -> dict[ast.stmt, list[ast.stmt]
 
 
 def _is_taken_for_result(name: str, statements: Sequence[ast.stmt]) -> bool:
-    """Return True if the first statement in which the variable `name` occurs uses an attribute of it, or overwrites it.
+    """Return True if the first statement in which the variable `name` occurs takes it for a result, or overwrites it.
 
-    A variable that holds a coroutine must be awaited, or passed on, before either. Of a compound
-    statement, only the condition of `if` and `while` is known to be executed. If the variable is
-    elsewhere in it, return False.
+    A statement takes it for a result by using an attribute that a coroutine lacks. A variable that
+    holds a coroutine must be awaited, or passed on, before either. Of a compound statement, only the
+    condition of `if` and `while` is known to be executed. If the variable is elsewhere in it, return
+    False.
     """
     for statement in statements:
         executed: ast.AST | None = statement
@@ -485,9 +505,9 @@ def _is_taken_for_result(name: str, statements: Sequence[ast.stmt]) -> bool:
         parts = [] if executed is None else list(ast.walk(executed))
         uses = [node for node in parts if isinstance(node, ast.Name) and node.id == name]
         if uses:
-            attribute_owners = [node.value for node in parts if isinstance(node, ast.Attribute)]
+            used_as_results = _expressions_used_as_results(parts)
             is_read = any(isinstance(use.ctx, ast.Load) for use in uses)
-            return not is_read or any(use in attribute_owners for use in uses)
+            return not is_read or any(use in used_as_results for use in uses)
         if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
             return False
     return False

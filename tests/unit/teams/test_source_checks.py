@@ -424,6 +424,15 @@ async def matched(task, team, env):
             reply = await team.act("editor")
 
 
+async def closes(task, team, env):
+    unused = team.act("writer")
+    unused.close()
+    reply = team.act("writer")
+    reply.close()
+    reply = await team.act("editor")
+    return reply.text
+
+
 class Office:
     async def play(self, task, team, env):
         await team.act(self.writer)
@@ -438,6 +447,7 @@ class Office:
         nested,
         decorated,
         matched,
+        closes,
         Office().play,
         *ORCHESTRAS.values(),
     ],
@@ -468,4 +478,14 @@ async def overwrites(task, team, env):
 @pytest.mark.parametrize("orchestra", [reads_an_attribute, reads_it_in_a_condition, overwrites])
 def test_a_coroutine_in_a_variable_that_is_assigned_again_is_reported(orchestra: Any) -> None:
     misuse = describe_misuse(orchestra, Task, TeamSession, Episode)
+    assert misuse == "write await before team.act('writer')"
+
+
+async def annotates(task, team, env):
+    reply: Any = team.act("writer")
+    await env.step(reply.text)
+
+
+def test_a_coroutine_in_a_variable_with_an_annotation_is_reported() -> None:
+    misuse = describe_misuse(annotates, Task, TeamSession, Episode)
     assert misuse == "write await before team.act('writer')"
