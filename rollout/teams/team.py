@@ -273,8 +273,8 @@ class TeamSession:
         max_turns = self._team.max_turns
         if max_turns is not None and self._calls_begun >= max_turns:
             raise Defect(
-                f"orchestra: asked for turn {max_turns + 1}, and collection.max_turns is {max_turns}; "
-                "end its loop, or raise the key"
+                f"orchestra: asked for more than collection.max_turns ({max_turns}) turns; end its "
+                "loop, or raise the key"
             )
 
     def _record(self, call: Call, turn: Turn, task: asyncio.Task[Any]) -> None:

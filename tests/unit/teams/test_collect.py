@@ -338,8 +338,8 @@ def test_an_endless_orchestra_ends_at_the_most_turns() -> None:
     [trajectory] = play(endless, replying("1", "2", "3"), deadlines=Deadlines(max_turns=3))
     assert trajectory.status is Status.FAILED
     assert trajectory.error == (
-        "Defect: orchestra: asked for turn 4, and collection.max_turns is 3; end its "
-        "loop, or raise the key"
+        "Defect: orchestra: asked for more than collection.max_turns (3) turns; end its loop, or raise "
+        "the key"
     )
     assert len(trajectory.turns) == 3
     assert trajectory.metrics == {"quarantined": 1.0}

@@ -421,7 +421,7 @@ def test_a_trajectory_that_takes_too_many_turns_does_so_again_when_it_is_replaye
     config.write_text(yaml.safe_dump(session.config.model_dump(mode="json")))
     status, output = replay(file, config, monkeypatch, capsys)
     assert status == 1
-    assert "Defect: orchestra: asked for turn 2, and collection.max_turns is 1" in output
+    assert "Defect: orchestra: asked for more than collection.max_turns (1) turns" in output
 
 
 def test_more_quarantined_trajectories_than_allowed_end_the_step(
