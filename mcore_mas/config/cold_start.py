@@ -25,10 +25,11 @@ class BaseModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        if self.hidden % self.heads or self.heads % self.kv_heads:
+        # A head has hidden / heads dimensions, which rotary positions take in pairs.
+        if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
             raise ValueError(
                 f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: "
-                "heads must divide hidden, and kv_heads must divide heads"
+                "hidden must be an even multiple of heads, and heads a multiple of kv_heads"
             )
         return self
 

@@ -372,6 +372,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "experiment=demo_maths",
             "no experiment 'demo_maths' in the configs; nearest: demo_math, ",
         ),
+        (
+            "cold_start.base.hidden=200",  # 25 for each of 8 heads
+            "cold_start.base: hidden 200, heads 8, kv_heads 4: hidden must be an even multiple of heads",
+        ),
         ("env=[]", "env: Input should be an object (got [])"),
         ("loss.options=[]", "loss.options: Input should be an object (got [])"),
         (
