@@ -122,18 +122,18 @@ def truncated_sampling_warning(agents: Mapping[str, CreditedAgentConfig]) -> str
     )
 
 
-def check_several_votes(name: str, grouping: Grouping | None, sources: frozenset[str]) -> None:
-    """Refuse an estimator or filter whose peer groups have only one vote each in a run.
+def check_vote_sources(name: str, grouping: Grouping | None, sources: frozenset[str]) -> None:
+    """Refuse an estimator or filter if a run has no trajectories or branches that it can compare.
 
-    Votes (see `Grouping`) are compared within a group, so nothing can be learned from a single one.
+    Turns of one trajectory are not enough, because most rewards pay them equally.
 
     Args:
         name: the estimator or filter, as the error names it.
         grouping: its peers and votes; None if it compares no turns.
-        sources: mechanisms that put several votes into a group in this run, as `Grouping.vote_sources` names them.
+        sources: mechanisms that this run has, by their names in `Grouping.vote_sources`.
 
     Raises:
-        ValueError: every group has one vote.
+        ValueError: the run has none of the mechanisms of the grouping.
     """
     if grouping is None or grouping.vote_sources & sources:
         return
@@ -145,6 +145,6 @@ def check_several_votes(name: str, grouping: Grouping | None, sources: frozenset
     ways_out = [*(remedies[source] for source in sorted(grouping.vote_sources)), "choose another"]
     raise ValueError(
         f"{name} compares turns of the same {', '.join(grouping.peer_columns)}, with one vote for each "
-        f"{', '.join(grouping.vote_columns)}: in this run every comparison has a single vote, from which nothing can "
-        f"be learned; {', or '.join(ways_out)}"
+        f"{', '.join(grouping.vote_columns)}: this run has no trajectories or branches to compare in this way; "
+        f"{', or '.join(ways_out)}"
     )

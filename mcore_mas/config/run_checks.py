@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_mas.config.credit import check_several_votes
+from mcore_mas.config.credit import check_vote_sources
 from mcore_mas.config.opponents import OpponentConfig, PastConfig
 from mcore_mas.config.policy import check_shared_bases, policies_on_base
 from mcore_mas.config.run_sections import RunSections, for_policy, schedule_length
@@ -298,12 +298,12 @@ def _conflict_with_replays(config: RunSections) -> str:
 
 
 def _check_credit(config: RunSections) -> None:
-    """Check the advantage estimator of each agent, and that a filter, if there is one, has several votes to compare."""
+    """Check the advantage estimator of each agent, and that a filter has trajectories or branches to compare."""
     for agent in config.agents:
         _check_advantage(config, agent)
     if config.filter is not None:
         grouping = filter_grouping(config.filter.name, config.filter.options)
-        check_several_votes(f"filter '{config.filter.name}'", grouping, config.vote_sources)
+        check_vote_sources(f"filter '{config.filter.name}'", grouping, config.vote_sources)
 
 
 def _check_team_weight(config: RunSections) -> None:
@@ -322,11 +322,11 @@ def _check_team_weight(config: RunSections) -> None:
 
 
 def _check_advantage(config: RunSections, name: str) -> None:
-    """Check that a run has the inputs of an agent's advantage estimator, and several votes to compare.
+    """Check that a run has the inputs of an agent's advantage estimator, and trajectories or branches to compare.
 
     The inputs are the critic of a trained policy, a greedy trajectory with a reward, or the rewards of consecutive
-    steps (see `REQUIRED_COLUMN`). Several votes (see `Grouping`) are needed if the agent learns from its reward: it has
-    a loss weight, and its policy does not learn from a teacher alone. With the estimator's option `lone: raw` one vote
+    steps (see `REQUIRED_COLUMN`). Several trajectories or branches are needed if the agent learns from its reward: it
+    has a loss weight, and its policy does not learn from a teacher alone. With the estimator's option `lone: raw`, one
     is enough.
     """
     agent = config.agents[name]
@@ -354,7 +354,7 @@ def _check_advantage(config: RunSections, name: str) -> None:
     # With `lone: raw`, a single vote has an advantage too.
     if learns_from_reward and advantage.options.get("lone") != "raw":
         grouping = estimator_grouping(advantage.name, advantage.options)
-        check_several_votes(label, grouping, config.vote_sources)
+        check_vote_sources(label, grouping, config.vote_sources)
 
 
 def _check_schedules(config: RunSections) -> None:

@@ -124,7 +124,7 @@ class RunSections(Section):
 
     @property
     def vote_sources(self) -> frozenset[str]:
-        """Mechanisms of this run that put several scores (votes) into a peer group; see `Grouping.vote_sources`."""
+        """Mechanisms by which this run can compare different trajectories or branches; see `Grouping.vote_sources`."""
         branching = self.trainer.branching
         sources = set()
         if self.trainer.group_size > 1:

@@ -151,7 +151,7 @@ class Grouping:
 
     @property
     def vote_sources(self) -> frozenset[str]:
-        """Mechanisms of a run that put several votes into a peer group; a run needs at least one of them.
+        """Mechanisms that put votes of several trajectories or branches into a peer group; a run needs one of them.
 
         - "groups": several trajectories of a task, unless peers share a state.
         - "trees": several branches of a tree.
@@ -159,7 +159,8 @@ class Grouping:
           must name its states, because prompts compared as texts hardly ever repeat after the first
           turn.
 
-        `check_several_votes` refuses a run that has none of them.
+        Several turns of one trajectory are no mechanism, although they may have several votes: most
+        rewards pay them equally. `check_vote_sources` refuses a run without any mechanism.
         """
         sources = {
             "trajectory": "states" if "state" in self.peer_columns else "groups",

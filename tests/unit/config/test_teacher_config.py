@@ -47,7 +47,9 @@ def test_a_policy_that_learns_from_its_teacher_alone_needs_no_groups() -> None:
         "+policies.verifier.teacher={policy: teacher, alone: true}",
     ]
     assert compose(FROZEN, *alone, "trainer.group_size=1").trainer.group_size == 1
-    with pytest.raises(ConfigError, match=r"agent 'verifier': .* a single vote"):
+    with pytest.raises(
+        ConfigError, match=r"agent 'verifier': .* no trajectories or branches to compare"
+    ):
         compose(FROZEN, alone[0], "trainer.group_size=1")
 
 
