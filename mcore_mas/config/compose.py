@@ -179,8 +179,11 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int
     """Let Hydra compose config.yaml and its groups from `folder` and, where that lacks a file, the shipped configs.
 
     A composition takes Hydra a tenth of a second, and most runs of a suite choose the same groups. Results are
-    therefore cached until a file, and with it `files_hash`, changes. All callers get the same values, so they must not
-    change them.
+    therefore cached until `files_hash` changes. All callers get the same values, so they must not change them.
+
+    Args:
+        files_hash: hash of the files of the groups and of those directly in a folder (see `_files_hash`). A change of
+            another file, which `defaults` may include from another subfolder, has no effect on a cached result.
 
     Raises:
         ConfigError: a file cannot be loaded, or its `defaults` is not a list.
@@ -279,6 +282,8 @@ def _apply(override: Override, config: DictConfig) -> None:
     if override.is_delete():
         _delete(config, key, value)
         return
+    # With this flag, `select` returns None for a name below a list instead of raising. `update` then raises the
+    # TypeError below.
     present = OmegaConf.select(config, key, throw_on_resolution_failure=False)
     merge = isinstance(value, dict) and isinstance(present, DictConfig)
     try:

@@ -289,7 +289,7 @@ class PolicyConfig(RateConfig):
         return self
 
     def _check_remote(self) -> None:
-        """Refuse settings of an engine or a model folder beside `remote`."""
+        """Refuse `max_in_flight`, settings of the chat template, and `router_replay` beside `remote`."""
         if self.max_in_flight is not None:
             raise ValueError(
                 "max_in_flight bounds the requests to an engine; for a remote model set remote.concurrency"

@@ -64,8 +64,8 @@ def _relocate_text(text: str, *, folder: Path, written_folder: Path, project: Pa
     if is_sqlite_url:  # always a path, even if the database does not exist yet
         return prefix + str(project / path)
 
-    # Any other text counts as a path only if it has a slash (a text without one may be a name), and names a file of
-    # the project.
+    # Any other text counts as a path only if it has a slash (a text without one may be a name), and names a file or
+    # folder of the project.
     if "/" not in text or not _exists(project / path):
         return text
     return str(project / path)
