@@ -57,7 +57,7 @@ def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8
         node_gpus: number of GPUs of the machines that jobs are submitted to.
     """
     runs_by_problem: dict[str, list[str]] = {}
-    checked_tasks: dict[str, Sequence[Task]] = {}
+    made_tasks: dict[str, dict[str, list[Task]]] = {}
     played_teams: set[str] = set()
     for run in suite.runs:
         config = suite.run_config(run)
@@ -68,13 +68,14 @@ def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8
         ]
         if check_files:
             problems += _file_problems(suite, run)
-            problems += _task_problems(suite, config, checked_tasks)
-            tasks = checked_tasks.get(suite.task_owner[run], ())
+            problems += _task_problems(suite, config, made_tasks)
+            tasks = made_tasks.get(suite.task_owner[run], {})
+            train_tasks = tasks.get("train", [])
             team = _prompt_sections(config)
-            if tasks and team not in played_teams and _has_all_models(config):
+            if train_tasks and team not in played_teams and _has_all_models(config):
                 played_teams.add(team)
                 try:
-                    problems += prompt_problems(config, tasks)
+                    problems += prompt_problems(config, train_tasks)
                 except ModelError as error:
                     problems.append(str(error))
         for problem in problems:
@@ -224,38 +225,49 @@ def _file_problems(suite: Suite, run: str) -> Iterator[str]:
 
 
 def _task_problems(
-    suite: Suite, config: RunConfig, checked_tasks: dict[str, Sequence[Task]]
+    suite: Suite, config: RunConfig, made_tasks: dict[str, dict[str, list[Task]]]
 ) -> Iterator[str]:
     """Yield the problems of a run's tasks, as far as making them is cheap.
 
-    Generators of the user and small data files make all tasks. Shipped generators make one task of
-    each split. Tasks that another run of the suite makes are checked for that run.
+    All tasks are made if they come from small data files or from a generator of the user. A shipped
+    generator makes one task of each split. Large data files, and those of the scale `tiny`, are not
+    read.
+
+    Runs may share tasks. Each of them is checked, because it has settings of its own.
 
     Args:
-        checked_tasks: training tasks by run, to which those of this run are added.
+        made_tasks: tasks by split, by the run that makes them. A run that makes tasks is checked
+            before those that share them, and adds its tasks.
     """
-    train = config.data.train
-    train_count = train if isinstance(train, int) else None
-    if suite.task_owner[config.run] == config.run:
-        try:
-            if _all_tasks_are_cheap(suite, config.data):
-                tasks = make_tasks(config.data, config.seed)
-                train_count = len(tasks["train"])
-            elif config.data.generator and ":" not in config.data.generator:
-                one_per_split = config.data.model_copy(update=dict.fromkeys(SPLITS, 1))
-                tasks = _make_tasks_if_possible(one_per_split, config.seed)
-            else:
-                tasks = {split: [] for split in SPLITS}
-            _check_environment(config, tasks)
-            checked_tasks[config.run] = tasks["train"]
-            all_tasks = [task for split in SPLITS for task in tasks[split]]
-            yield from answer_problems(config.env.name, all_tasks)
-        except (RecordError, UnknownName, ValueError) as error:
-            yield f"data: {error}"
+    owner = suite.task_owner[config.run]
+    try:
+        if owner == config.run:
+            made_tasks[owner] = _make_cheap_tasks(suite, config)
+        tasks = made_tasks.get(owner)
+        if tasks is None:  # the problem is reported for the owner
             return
+        _check_environment(config, tasks)
+    except (RecordError, UnknownName, ValueError) as error:
+        yield f"data: {error}"
+        return
 
-    if train_count is not None:
-        yield from task_count_problems(config, train_count)
+    all_tasks = [task for split in SPLITS for task in tasks[split]]
+    yield from answer_problems(config.env.name, all_tasks)
+    if _all_tasks_are_cheap(suite, config.data):
+        yield from task_count_problems(config, len(tasks["train"]))
+    elif isinstance(config.data.train, int):
+        yield from task_count_problems(config, config.data.train)
+
+
+def _make_cheap_tasks(suite: Suite, config: RunConfig) -> dict[str, list[Task]]:
+    """Return the tasks of each split, or as many as are cheap to make (see `_task_problems`)."""
+    data = config.data
+    if _all_tasks_are_cheap(suite, data):
+        return make_tasks(data, config.seed)
+    if data.generator and ":" not in data.generator:
+        one_per_split = data.model_copy(update=dict.fromkeys(SPLITS, 1))
+        return _make_tasks_if_possible(one_per_split, config.seed)
+    return {split: [] for split in SPLITS}
 
 
 def _all_tasks_are_cheap(suite: Suite, data: DataConfig) -> bool:

@@ -573,6 +573,33 @@ def test_environments_of_the_users_tasks_are_checked(own_world: None, tmp_path: 
     )
 
 
+def test_runs_that_share_tasks_are_checked_with_their_own_settings(
+    own_world: None, tmp_path: Path
+) -> None:
+    """Both runs have the same 10 tasks without answers; only run b needs answers, and more tasks."""
+    generator = "generator: 'own_world:MADE', options: {env: 'own_world:Letters'}"
+    shared = [
+        "experiment=demo_math",
+        "cold_start=null",
+        *(f"policies.{name}.model={tmp_path}" for name in POLICIES),
+        "~data",
+        f"+data={{{generator}, train: 10, validation: 1, test: 1}}",
+    ]
+    a = [*shared, "env.name='own_world:Letters'", "trainer.tasks_per_step=2"]
+    b = [*shared, "env.name=math", "trainer.tasks_per_step=64"]
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "s.yaml"
+    file.write_text(json.dumps({"suite": "s", "experiments": {"a": a, "b": b}}))
+    suite = load_suite(str(file))
+    assert suite.task_owner == {"a": "a", "b": "a"}
+
+    lines = [line for line in suite_problems(suite) if "policies." not in line]
+    assert [line.partition(",")[0] for line in lines] == [
+        "run 'b': tasks: 12 of 12 have no answer",
+        "run 'b': data.train: 10 tasks are fewer than trainer.tasks_per_step 64; add tasks",
+    ]
+
+
 def test_all_unknown_keys_are_named_at_once() -> None:
     with pytest.raises(SuiteError) as refused:
         load_suite("demo_math", ["trainer.stepz=3", "engine.slotz=2"])
