@@ -183,7 +183,7 @@ class Suite:
         return [folder] if isinstance(folder, str) else []
 
     def model_files(self, run: str) -> list[str]:
-        """Return the config.json of the run's models and encoder that no Snakemake rule makes."""
+        """Return the config.json of the encoder and, in a run without a cold start, of the policies' models."""
         folders = []
         retriever = self.runs[run].get("retriever") or {}
         if retriever.get("encoder_folder"):
