@@ -235,7 +235,8 @@ class RepositoryEnv(SandboxedEnv):
                 return await self._run_pytest(answers, files)
             return await self._run_checks(answers, files)
         except (OSError, ValueError) as error:
-            # A path is no file name, or is also the folder of another path.
+            # A path is impossible, a text is not UTF-8, or the files are too large for the box. Failures
+            # of the machine are SandboxErrors.
             raise BadPatch("The patched files cannot be written.") from error
 
     async def _run_pytest(self, answers: _Answers, files: Mapping[str, str]) -> set[str]:

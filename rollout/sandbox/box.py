@@ -125,7 +125,7 @@ class Sandbox(Runner):
                 await self._start_tier(tier)
                 self.tier = tier
                 return
-            except SandboxUnavailable as error:
+            except (OSError, SandboxUnavailable) as error:
                 self.close()
                 reasons.append(f"{tier}: {error}")
         raise SandboxUnavailable(

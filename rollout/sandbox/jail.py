@@ -150,6 +150,7 @@ class Jail:
 
         Raises:
             OSError: the file does not fit, or a symbolic link is in the way.
+            SandboxError: the warden is gone, or this machine has no room for the file.
             ValueError: `name` leads out of the box.
         """
         check_box_path(name)

@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from rollout.sandbox.records import SandboxError
+
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
@@ -14,11 +16,19 @@ def memory_files(*contents: str | bytes | None) -> Iterator[list[int]]:
 
     Args:
         contents: content of each file, which nobody can change; None: an empty file to write to.
+
+    Raises:
+        SandboxError: this machine has no memory or descriptors left for a file.
     """
     with ExitStack() as open_files:
         files = []
         for content in contents:
-            file = _create_file(content)
+            try:
+                file = _create_file(content)
+            except OSError as error:
+                raise SandboxError(
+                    f"the sandbox cannot make a file in memory ({error.strerror})"
+                ) from error
             open_files.callback(os.close, file)
             files.append(file)
         yield files

@@ -1,5 +1,6 @@
 """Zygote and wardens: the process that a sandbox clones, and the clones, which run one job each."""
 
+import errno
 import gc
 import json
 import os
@@ -20,6 +21,9 @@ _STACK_BYTES = 256 << 20
 # Memory of the interpreters in a process tree, in addition to that of their programs.
 _SPARE_BYTES = 48 << 20
 _MAX_FILES = 1 << 20
+# Errors of the machine, which say nothing about the file that is written.
+_MACHINE_ERRORS = {errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_FULL_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 _JOB_FILES = 4  # descriptors that a job has: stdin, stdout, stderr, and its program or its channel
 
 
@@ -230,9 +234,20 @@ class Warden:
         try:
             box.put(self._box, name, files[0])
         except OSError as error:
+            if self._is_machine_failure(error):
+                raise
             self._send_refusal(error)
         else:
             wire.send(self._channel, {"done": True})
+
+    def _is_machine_failure(self, error: OSError) -> bool:
+        """Return True if a file could not be written because of the machine, not of the file.
+
+        A full disk is the box's own in the namespaces tier, and the machine's in the other tiers.
+        """
+        if error.errno in _FULL_DISK_ERRORS:
+            return self._tier != "namespaces"
+        return error.errno in _MACHINE_ERRORS
 
     def _get_file(self, files: list[int], name: str) -> None:
         self._send_file(lambda: box.get(self._box, name))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -15,7 +17,7 @@ from rollout.base.errors import EnvError
 from rollout.environments.protocol import Step
 from rollout.environments.repository import CheckCall, RepositoryEnv, pack_check, pack_source
 from rollout.records.trajectory import Status, Task
-from rollout.sandbox import Sandbox
+from rollout.sandbox import Sandbox, SandboxError
 from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS
 from rollout.tasks.generators import GENERATORS
@@ -136,6 +138,17 @@ def test_a_patch_of_an_impossible_path_does_not_apply(box: Sandbox, path: str) -
     _, [step] = steps(box, f"{path}\n<<<<<<< SEARCH\n=======\nx\n>>>>>>> REPLACE")
     assert (step.metrics["applied"], step.metrics["malformed_patches"]) == (0.0, 1.0)
     assert step.reward == 0.0
+
+
+def test_a_patch_is_not_scored_if_the_machine_has_no_descriptors_left(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(SandboxError, match=r"cannot make a file in memory .Too many open files"):
+        steps(box, RIGHT)
 
 
 def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox) -> None:

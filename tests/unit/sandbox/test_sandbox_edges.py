@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from rollout.sandbox import RunLimits, Sandbox, Verdict, cgroup
-from rollout.sandbox.guest import filters, linux
+from rollout.sandbox.guest import box as guest_box
+from rollout.sandbox.guest import filters, linux, wire
 from rollout.sandbox.guest.box import remove_tree
+from rollout.sandbox.guest.warden import Warden
 from tests.support.sandboxes import LIMITS, run, started
 
 CHANNEL = (
@@ -279,3 +282,21 @@ def test_a_file_outside_is_not_truncated(box: Sandbox, tmp_path: Path) -> None:
         LIMITS,
     )
     assert (result.stdout, file.read_text()) == ("refused\n", "kept")
+
+
+@pytest.mark.parametrize("tier", ["landlock", "unisolated"])
+def test_a_full_disk_of_the_machine_ends_the_warden(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a file is not refused, because it is not too large for its box."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(guest_box, "put", fail)
+    host_end, warden_end = wire.pair()
+    with host_end, warden_end, Path(os.devnull).open("rb") as content:
+        wire.send(host_end, {"do": "put", "name": "a"}, [content.fileno()])
+        host_end.shutdown(socket.SHUT_WR)
+        with pytest.raises(OSError, match="No space left on device"):
+            Warden(warden_end, {"tier": tier}, "")._serve()

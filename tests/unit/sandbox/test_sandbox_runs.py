@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import shutil
@@ -19,6 +20,7 @@ from rollout.base.restarts import Restarts
 from rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox import box as box_module
 from rollout.sandbox import jail as jail_module
+from rollout.sandbox.guest import wire
 from rollout.sandbox.pool import BOXES, JailPool
 from tests.support.sandboxes import run, started
 
@@ -322,6 +324,17 @@ def test_a_sandbox_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPa
         "cannot run programs isolated .namespaces: not here; landlock: not here.*tier=unisolated"
     )
     with pytest.raises(SandboxUnavailable, match=message):
+        run(Sandbox(), "print(1)")
+
+
+def test_a_machine_that_cannot_start_a_sandbox_is_not_the_programs_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(wire, "pair", fail)
+    with pytest.raises(SandboxUnavailable, match=r"namespaces: .*Too many open files"):
         run(Sandbox(), "print(1)")
 
 
