@@ -121,7 +121,8 @@ def rewrite_numbers(text: str) -> str:
 def number_with_base(text: str) -> tuple[str, int] | None:
     """Return the digits and the base of a number such as `1101_2`.
 
-    A decimal without a base has base 10. For other texts the result is None.
+    A decimal without a base has base 10. For other texts the result is None, also for a
+    variable with an index, such as `x_1`: its letter is no digit of the base.
     """
     text = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
     if _DECIMAL.fullmatch(text):
@@ -129,8 +130,12 @@ def number_with_base(text: str) -> tuple[str, int] | None:
     match = _NUMBER_WITH_BASE.fullmatch(text)
     if match is None:
         return None
-    digits, braced_base, base = match.groups()
-    return digits.lower().lstrip("0") or "0", int(braced_base or base)
+    digits, braced_base, short_base = match.groups()
+    base = int(braced_base or short_base)
+    letters = [digit for digit in digits if digit.isalpha()]
+    if any(base > 36 or int(letter, 36) >= base for letter in letters):
+        return None
+    return digits.lower().lstrip("0") or "0", base
 
 
 def has_base(text: str) -> bool:

@@ -90,6 +90,11 @@ def test_answers_that_texts_decide_take_no_thread(monkeypatch, text, answers, ri
         ("1+x", "x+1", True),
         ("\\{1,2\\}", "\\{2,1\\}", True),
         ("x", "y", False),
+        # A variable with an index is no number with a base.
+        ("y=x_1", "x_1", True),
+        ("y=x_2", "x_1", False),
+        ("E_1", "e_1", False),
+        ("19_8", "19", False),
         ("}{", "5", False),
         ("seven", "7", False),
         # A truth of six digits or more may be rounded, but never to tens or units if it has a point.
