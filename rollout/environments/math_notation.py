@@ -13,8 +13,10 @@ from rollout.environments.math_numbers import rewrite_numbers
 _BLANK_BETWEEN_NUMBERS = "␣"
 
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*(?=[{])")
+# Blanks of LaTeX, without `\,` and `\!`, which group digits: `12\,000`.
+_LATEX_BLANK = re.compile(r"(?<!\\)\\[;: ]|\\q?quad(?![a-zA-Z])")
 _SPACING = re.compile(
-    r"(?<!\\)\\[,;:! ]|\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\?\$"
+    r"(?<!\\)\\[,!]|\\(?:left|right|displaystyle)(?![a-zA-Z])|\\?\$"
     r"|(?P<command>\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s"
 )
 _MIXED_NUMBER = re.compile(r"(?<![\d.,/^_{}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/.])")
@@ -154,7 +156,7 @@ def normalize_answer(answer: str) -> str:
     )
     text = _VULGAR_FRACTION.sub(_write_vulgar_fraction, text)
     text = _UPRIGHT_LETTER.sub(lambda match: match[1] or match[2], text)
-    text = _rewrite_spaced_digits(text)
+    text = _rewrite_spaced_digits(_LATEX_BLANK.sub(" ", text))
     text = _rewrite_words(text)
     text = _rewrite_roots(text)
     text = _POWER_IN_BRACKETS.sub(r"^{\1}", text)
