@@ -145,7 +145,8 @@ def last_boxed(text: str) -> str | None:
 def normalize_answer(answer: str) -> str:
     """Rewrite an answer in the LaTeX that math-verify reads, and remove its blanks.
 
-    Notation without such a form stays as it is. Blanks stay only after a command.
+    Notation for which there is no such LaTeX stays as it is. A blank stays after a command that a
+    letter follows (`\\pi r`); one between two numbers becomes `␣`.
     """
     text = _rewrite_systems(_unwrap(answer))
     for written, command in _COMMANDS.items():
