@@ -76,6 +76,7 @@ async def mcp_tools(
         yield ready.result()
     finally:
         closing.set()
+        # Servers that are still starting are cancelled at once: nothing looks at `closing` yet.
         if ready.done():
             await asyncio.wait({serving}, timeout=_SHUTDOWN_S)
         await cancel_tasks([serving])
