@@ -67,7 +67,12 @@ class LegacyEnvironment:
         """
         types = importlib.import_module("verifiers.types")
         client = types.ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=0)
-        output = await self.env.run_rollout(row, client, _DEFAULT_MODEL, {})
+        output = await self.env.run_rollout(
+            input=row,
+            client=client,
+            model=_DEFAULT_MODEL,
+            sampling_args={},  # the gateway samples with the parameters of the agent's configuration
+        )
         if output["error"] is not None:
             raise RuntimeError(f"the rollout failed: {output['error']}")
         return {"reward": output["reward"], "metrics": output["metrics"]}

@@ -38,11 +38,15 @@ class Sums:
         return self.evaluated[:n]
 
     async def run_rollout(
-        self, row: dict[str, Any], client: ClientConfig, model: str, sampling: dict[str, Any]
+        self,
+        input: dict[str, Any],
+        client: ClientConfig,
+        model: str,
+        sampling_args: dict[str, Any],
     ) -> dict[str, Any]:
         if self.env_id == "without-calls":
             return {"error": None, "reward": 1.0, "metrics": {"process": os.getpid()}}
-        messages = list(row["prompt"])
+        messages = list(input["prompt"])
         turns = 2 if self.env_id == "two-turns" else 1
         for turn in range(1, turns + 1):
             reply = await asyncio.to_thread(ask, client, model, messages)
@@ -51,7 +55,7 @@ class Sums:
             if reply == "exit":
                 print("the environment exits", file=sys.stderr, flush=True)
                 os._exit(3)
-            if reply == row["answer"] or turn == turns:
+            if reply == input["answer"] or turn == turns:
                 break
             messages += [
                 {"role": "assistant", "content": reply},
@@ -59,7 +63,7 @@ class Sums:
             ]
         return {
             "error": "the tool broke" if reply == "break" else None,
-            "reward": float(reply == row["answer"]) / turn,
+            "reward": float(reply == input["answer"]) / turn,
             "metrics": {"turns": turn},
         }
 
