@@ -6,11 +6,8 @@ from dataclasses import replace
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats
+from mcore_mas.evaluation.unscored_env import UNKNOWN_ANSWERS, UnscoredEnv
 from rollout.records.trajectory import CHAT_STEP, Task, Trajectory
-
-# Answers of a task that a person types. Environments of questions need an answer; nobody gives
-# this one.
-UNKNOWN_ANSWERS = ("?",)
 
 
 def converse(
@@ -33,6 +30,8 @@ def converse(
 
 def _play_prompts(config: RunConfig, prompts: Iterable[str]) -> Generator[Trajectory, None, None]:
     with running_team(config, f"{config.folder}/chat-", CHAT_STEP) as team:
+        make_env = team.collector.make_env
+        collector = replace(team.collector, make_env=lambda task: UnscoredEnv(make_env(task)))
         for number, prompt in enumerate(prompts):
             task = Task(
                 id=f"chat-{number}",
@@ -42,7 +41,7 @@ def _play_prompts(config: RunConfig, prompts: Iterable[str]) -> Generator[Trajec
                 source="chat",
                 split="",
             )
-            trajectory = team.runner.run(team.collector.play(task, 0))
+            trajectory = team.runner.run(collector.play(task, 0))
             # Nobody knows the right answer, so scores would be wrong.
             turns = tuple(replace(turn, scores={}) for turn in trajectory.turns)
             yield replace(trajectory, outcome=None, turns=turns)

@@ -7,15 +7,13 @@ import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
-from mcore_mas.evaluation.converse import UNKNOWN_ANSWERS
+from mcore_mas.evaluation.unscored_env import UNKNOWN_ANSWERS, UnscoredEnv
 from retrieval.encoder import Encoder
-from rollout.base.errors import Defect, PromptTooLong, Undecided, Unscorable
+from rollout.base.errors import Defect, PromptTooLong
 from rollout.base.terminal import say
-from rollout.environments.protocol import Env, Step
 from rollout.gateway.calls import GatewayCall
 from rollout.gateway.dialects import ChatReply, ChatRequest
 from rollout.gateway.errors import GatewayError
@@ -25,46 +23,6 @@ from rollout.teams.collect import Collector
 from rollout.teams.episode import Episode
 from rollout.teams.roles import Agent
 from rollout.teams.team import TeamSession
-
-
-class UnscoredEnv:
-    """Environment of a task without a known answer: actions that it cannot score raise no error.
-
-    Attributes:
-        final_action: latest action of the team; None before the first.
-    """
-
-    def __init__(self, env: Env) -> None:
-        self.final_action: str | None = None
-        self._env = env
-
-    def __getattr__(self, name: str) -> Any:
-        # Optional methods, such as those of tools, are the environment's.
-        return getattr(self._env, name)
-
-    def reset(self, task: Task) -> str:
-        """Return the first observation."""
-        return self._env.reset(task)
-
-    async def step(self, action: str) -> Step:
-        """Take a step in the environment.
-
-        An action that the environment cannot score counts as the team's answer, and ends the task.
-        Other errors are raised.
-        """
-        self.final_action = action
-        try:
-            return await self._env.step(action)
-        except (Undecided, Unscorable):
-            return Step(done=True)
-
-    async def preview(self, action: str) -> Step:
-        """Return the step that an action would give; an empty one if it cannot be scored."""
-        try:
-            step: Step = await self._env.preview(action)  # type: ignore[attr-defined]
-            return step
-        except (Undecided, Unscorable):
-            return Step()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

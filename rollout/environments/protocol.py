@@ -40,6 +40,8 @@ class Step:
         passages: passages that a search found, best first, as the observation shows them.
         metrics: metrics of the trajectory so far. An evaluation takes `solved` as the trajectory's
             success; without this metric it takes the outcome.
+        unscored: True if the environment cannot score the action, because nobody knows the task's
+            answers, as in a chat. Then `reward` is 0, and `metrics` is empty.
     """
 
     observation: str = ""
@@ -49,6 +51,7 @@ class Step:
     tools: tuple[ToolCall, ...] = ()
     passages: tuple[str, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    unscored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,8 +136,8 @@ async def _preview(env: PlayedEnv, action: str, measure: str) -> Step:
 
 
 def _grade_of(step: Step, measure: str) -> float:
-    """Return the reward of a step or one of its metrics."""
-    if measure == "reward":
+    """Return the reward of a step or one of its metrics; 0 for a step without a score."""
+    if measure == "reward" or step.unscored:
         return step.reward
     if measure not in step.metrics:
         raise EnvError(

@@ -22,13 +22,17 @@ from rollout.teams.team import TeamSession
 _NO_PROGRAM = "There was no program."
 
 
-async def measure_pass_rate(env: PlayedEnv, program: str | None) -> float:
+async def measure_pass_rate(env: PlayedEnv, program: str | None) -> float | None:
     """Return the share of the task's tests that a program passes; 0 without a program.
+
+    The result is None if nobody knows the task's tests, as in a chat.
 
     Raises:
         EnvError: the environment does not grade programs.
     """
     step = await env.preview(fenced(program))
+    if step.unscored:
+        return None
     if "pass_rate" not in step.metrics:
         raise EnvError("the environment does not grade programs; set env.name to code")
     return step.metrics["pass_rate"]
@@ -36,13 +40,18 @@ async def measure_pass_rate(env: PlayedEnv, program: str | None) -> float:
 
 async def _try_program(team: TeamSession, env: PlayedEnv, reply: AgentReply) -> Step:
     """Score a reply by the pass rate of its program, and run the program on the visible tests."""
-    team.score(reply.turn, pass_rate=await measure_pass_rate(env, reply.value))
+    pass_rate = await measure_pass_rate(env, reply.value)
+    if pass_rate is not None:
+        team.score(reply.turn, pass_rate=pass_rate)
     return await env.step(f"<run>\n{fenced(reply.value)}\n</run>")
 
 
 def _passes_visible_tests(reply: AgentReply, trial: Step) -> bool:
-    """Return True if a reply has a program, and in its trial all visible tests passed."""
-    return bool(reply.value) and trial.metrics["visible_rate"] == 1
+    """Return True if a reply has a program, and in its trial all visible tests passed.
+
+    A task whose tests nobody knows has no visible tests that could fail.
+    """
+    return bool(reply.value) and (trial.unscored or trial.metrics["visible_rate"] == 1)
 
 
 async def code_reflect(
@@ -116,10 +125,11 @@ async def coder_tester(
         all_cases = json.loads(tested.value or "[]")
         cases: list[Case] = [(stdin, expected) for stdin, expected in all_cases[:max_cases]]
 
-        coder_score = malformed
+        coder_score: float | None = malformed
         if program is not None:
             coder_score = await measure_pass_rate(env, program)
-        team.score(coded.turn, local=coder_score)
+        if coder_score is not None:
+            team.score(coded.turn, local=coder_score)
         tester_score: float | None = malformed
         if cases:
             tester_score = await env.agreement(cases)
@@ -133,7 +143,7 @@ async def coder_tester(
             history += "There was no test.\n\n"
             continue
         result = await env.check(program, cases)
-        if result.metrics["check_rate"] == 1:
+        if result.unscored or result.metrics["check_rate"] == 1:
             break
         history += f"{fenced(program)}\n{result.observation}\n\n"
     await env.step(fenced(coded.value))

@@ -242,7 +242,7 @@ class Episode:
         call = getattr(self._env, method.__name__, None)
         if call is None:
             raise EnvError(
-                f"{type(self._env).__name__} cannot {ability}; use a team that does not ask for it"
+                f"environment '{self._name}' cannot {ability}; use a team that does not ask for it"
             )
         return await self._call_env(method.__name__, call, *arguments)
 

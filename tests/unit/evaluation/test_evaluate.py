@@ -132,6 +132,14 @@ def test_turns_of_trained_models_have_the_step_of_their_weights(
     assert versions_by_agent(chat) == versions
 
 
+def test_a_chat_with_coders_completes_without_tests(tmp_path: Path) -> None:
+    """The random model writes no program, so the reviewer is asked after the first reply."""
+    run = make_run(tmp_path, "data.test=1", experiment="demo_coder")
+    [chat] = converse(RunConfig.load(run / "config.yaml"), "base", ["Print 3+4."])
+    assert chat.error == ""
+    assert {turn.agent for turn in chat.turns} == {"coder", "reviewer"}
+
+
 def test_a_missing_model_folder_is_reported_in_one_line(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     seats = {"solver": {"model": "/nowhere"}, "verifier": "base"}

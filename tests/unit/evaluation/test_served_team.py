@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ import pytest
 from mcore_mas.evaluation.served_team import ServedTeam
 from rollout.base.errors import EnvError, Unscorable
 from rollout.base.http_server import answering, listener_url, open_listener
-from rollout.environments.protocol import Env, Step
+from rollout.environments.code import CodeEnv
+from rollout.environments.protocol import Env, PlayedEnv, Step
 from rollout.gateway.app import GatewayHandlers, gateway_app
+from rollout.orchestras import ORCHESTRAS
+from rollout.orchestras.ab_mcts import Grading, ab_mcts
 from rollout.records.trajectory import Task
 from rollout.teams.collect import Collector
 from rollout.teams.team import TeamSession
+from tests.support.canned import Canned
+from tests.support.casts import make_team
 from tests.support.gateway import scripted_team
+from tests.support.scripted_engine import ScriptedEngine
+
+PROGRAM = "```python\nprint(1)\n```"
 
 
 class Desk:
@@ -61,7 +70,11 @@ def reply_of_desk(folder: Path, make_env: Any) -> str | None:
         folder, lambda prompt, n: "the answer" if "found ?" in prompt else "a query"
     )
     collector = Collector(team=team, make_env=make_env, orchestra=ask_desk, seed=0, step=0)
-    served = ServedTeam(name="desk", env="desk", collector=collector)
+    return reply_of(ServedTeam(name="desk", env="desk", collector=collector))
+
+
+def reply_of(served: ServedTeam) -> str | None:
+    """Return the text with which a served team answers a call."""
 
     async def ask() -> str | None:
         listener = open_listener("127.0.0.1", 0)
@@ -72,7 +85,7 @@ def reply_of_desk(folder: Path, make_env: Any) -> str | None:
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api,
         ):
             reply = await api.chat.completions.create(
-                model="desk", messages=[{"role": "user", "content": "which shelf?"}]
+                model=served.name, messages=[{"role": "user", "content": "which shelf?"}]
             )
             return reply.choices[0].message.content
 
@@ -82,6 +95,55 @@ def reply_of_desk(folder: Path, make_env: Any) -> str | None:
 def test_the_last_action_is_the_answer_if_the_environment_cannot_score_it(tmp_path: Path) -> None:
     # The answer of the task is "?", as in a chat.
     assert reply_of_desk(tmp_path, Desk) == "the answer"
+
+
+@pytest.mark.parametrize(
+    ("orchestra", "roles", "replies"),
+    [
+        ("tool_coder", {"coder": "session_coder", "reviewer": "session_reviewer"}, [PROGRAM]),
+        (
+            "code_reflect",
+            {"planner": "code_planner", "coder": "code_writer", "reflector": "reflector"},
+            ["a plan", "no program", "no reflection", "a plan", PROGRAM],
+        ),
+        (
+            "coder_tester",
+            {"coder": "coder", "tester": "tester"},
+            [PROGRAM, "<input>\n1\n</input>\n<output>1</output>"],
+        ),
+        (
+            partial(ab_mcts, max_nodes=2, grading=Grading(measure="visible_rate")),
+            {"generator": "tree_coder"},
+            [PROGRAM, PROGRAM.replace("1", "2")],
+        ),
+    ],
+)
+def test_a_coding_team_answers_with_its_first_program(
+    orchestra: Any, roles: dict[str, str], replies: list[str]
+) -> None:
+    """Nobody knows the tests of the problem, so no program can fail them."""
+    engine = ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0))
+    collector = Collector(
+        team=make_team(engine, roles),
+        make_env=lambda task: CodeEnv(task, sandbox=Canned({})),
+        orchestra=ORCHESTRAS.get(orchestra, orchestra),
+        seed=0,
+        step=0,
+    )
+    served = ServedTeam(name="coders", env="code", collector=collector)
+    assert reply_of(served) == PROGRAM
+    assert len(engine.calls) == len(replies)
+
+
+def test_a_missing_method_of_the_environment_is_named(tmp_path: Path) -> None:
+    async def preview(task: Task, team: TeamSession, env: PlayedEnv) -> None:
+        await env.preview(env.reset(task))
+
+    team, _ = scripted_team(tmp_path, lambda prompt, n: "")
+    collector = Collector(team=team, make_env=Desk, orchestra=preview, seed=0, step=0)
+    message = "no answer: EnvError: environment 'desk' cannot preview an action; use a team that"
+    with pytest.raises(openai.InternalServerError, match=message):
+        reply_of(ServedTeam(name="desk", env="desk", collector=collector))
 
 
 @pytest.mark.parametrize(

@@ -280,5 +280,7 @@ def test_an_environment_that_cannot_preview_is_named() -> None:
 
     trajectory, _ = play("chain", CHAIN, RIGHT, make_env=lambda _: NoPreview())  # type: ignore[arg-type, return-value]
     assert trajectory.status is Status.FAILED
-    expected = "EnvError: NoPreview cannot preview an action; use a team that does not ask for it"
+    expected = (
+        "EnvError: environment 'math' cannot preview an action; use a team that does not ask for it"
+    )
     assert trajectory.error == expected

@@ -220,7 +220,7 @@ def test_an_environment_that_cannot_preview_fails_the_trajectory(
     task = Task(id="s", prompt="1+1", answers=("2",), env="adder", source="s", split="train")
     trajectory, _ = play_puzzle(game_team, TEAM, "**Actions List**: 2", "#### 2", task=task)
     assert trajectory.status is Status.FAILED
-    assert "Adder cannot preview an action" in trajectory.error
+    assert "environment 'adder' cannot preview an action" in trajectory.error
 
 
 def test_a_single_agent_plays_until_the_goal() -> None:

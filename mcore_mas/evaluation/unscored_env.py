@@ -1,0 +1,66 @@
+"""Environment of the tasks of chats and served teams, whose answers nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollout.base.errors import Undecided, Unscorable
+from rollout.environments.protocol import Env, Step
+from rollout.records.trajectory import Task
+
+# Answers of a task without a known answer. Environments of questions need an answer; nobody gives
+# this one.
+UNKNOWN_ANSWERS = ("?",)
+
+_UNSCORED_STEP = Step(done=True, unscored=True)
+# Results of the optional methods that score, by method, if the environment cannot score.
+_UNSCORED_RESULTS = {"preview": _UNSCORED_STEP, "check": _UNSCORED_STEP, "agreement": None}
+
+
+class UnscoredEnv:
+    """Environment of a task without a known answer: actions that it cannot score raise no error.
+
+    It has the optional methods of the environment, such as `preview` and those of tools.
+
+    Attributes:
+        final_action: latest action of the team; None before the first.
+    """
+
+    def __init__(self, env: Env) -> None:
+        self.final_action: str | None = None
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._env, name)
+        if name in _UNSCORED_RESULTS:
+            return _without_scores(method, _UNSCORED_RESULTS[name])
+        return method
+
+    def reset(self, task: Task) -> str:
+        """Return the first observation."""
+        return self._env.reset(task)
+
+    async def step(self, action: str) -> Step:
+        """Take a step in the environment.
+
+        An action that the environment cannot score counts as the team's answer, and ends the task.
+        Other errors are raised.
+        """
+        self.final_action = action
+        step: Step = await _without_scores(self._env.step, _UNSCORED_STEP)(action)
+        return step
+
+
+def _without_scores(
+    method: Callable[..., Awaitable[Any]], unscored: Step | None
+) -> Callable[..., Awaitable[Any]]:
+    """Return a method of an environment that returns `unscored` for what it cannot score."""
+
+    async def call(*arguments: object) -> Any:
+        try:
+            return await method(*arguments)
+        except (Undecided, Unscorable):
+            return unscored
+
+    return call
