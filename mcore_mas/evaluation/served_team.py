@@ -136,6 +136,9 @@ class ServedTeam:
     async def _reply_of_team(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
         """Play the call's messages as a task; return its final action as the reply.
 
+        The agents sample as the config says: `temperature`, `top_p`, `max_tokens` and `logprobs` of
+        the call have no effect.
+
         Args:
             request: the call.
             reply: reply without text.
