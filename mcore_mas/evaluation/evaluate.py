@@ -72,6 +72,8 @@ def evaluate(
         ClusterError: the Ray at `address` cannot be joined.
         PlacementError: there are fewer GPUs than the engines need.
         RemoteError, RetrievalError: a remote model or the retriever cannot be used.
+        EngineError: an engine cannot start, or does not report the likeliest tokens by which the
+            strategy in a zero-sum game is measured.
         EvaluationError: more than the share `evaluation.max_failed` of the trajectories failed, also
             when they were played again.
         Stopped: a signal or `stop` ended the evaluation.

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_mas.config.run import RunConfig
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.deadlines import LateCall, with_deadline
+from rollout.base.errors import EngineError
 from rollout.engines import EngineClient
 from rollout.environments.games.best_response import (
     InformationSet,
@@ -41,6 +42,9 @@ async def strategy_metrics(team: Team, game: ZeroSumGame[Any]) -> dict[str, floa
         the probability that a reply is a legal action, as a mean over the information sets. The
         first two describe the strategy given that replies are legal. Empty if there is an agent whose
         replies cannot be scored: it is behind an API, or its replies are not the actions themselves.
+
+    Raises:
+        EngineError: an engine does not report the likeliest tokens.
     """
     information = information_sets(game)
     actions = {action for legal in information.values() for action in legal}
@@ -75,6 +79,9 @@ async def reply_probabilities(
         team: agents, whose policies are engines.
         game: the game.
         information: legal actions in each information set.
+
+    Raises:
+        EngineError: an engine does not report the likeliest tokens.
     """
 
     async def score(information_set: InformationSet, legal: Sequence[str]) -> dict[str, float]:
@@ -108,11 +115,17 @@ async def reply_probabilities(
 async def _next_token_logprobs(
     client: EngineClient, agent: Agent, token_ids: Sequence[int]
 ) -> dict[int, float]:
-    """Return the log-probabilities of the tokens that may follow `token_ids`."""
+    """Return the log-probabilities of the likeliest next tokens at the agent's temperature."""
     sampling = replace(agent.sampling, max_tokens=1, candidates=_CANDIDATES)
     async with client.slots:
         generation = client.engine.generate(token_ids, sampling)
         completion = await with_deadline(client.deadline_s, generation, LateCall)
+    if not completion.candidates:
+        raise EngineError(
+            f"policy {agent.policy}: its engine reported no likeliest tokens (finish reason "
+            f"'{completion.finish_reason}'), by which the strategy is measured; an engine must fill "
+            "`Completion.candidates` if `Sampling.candidates` is above 0"
+        )
     return dict(completion.candidates[0])
 
 

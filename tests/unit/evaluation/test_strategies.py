@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.evaluation.strategies import reply_probabilities, strategy_metrics
+from rollout.base.errors import EngineError
 from rollout.engines import EngineClient
 from rollout.environments.games.best_response import information_sets
 from rollout.environments.games.kuhn_poker import KuhnPoker
@@ -120,6 +121,12 @@ def test_a_policy_without_legal_replies_counts_as_uniform() -> None:
     measured = metrics(team_of(KnownEngine({"raise": 1.0})))
     assert measured["exploitability"] == pytest.approx(11 / 24)
     assert measured["legal_probability"] == 0
+
+
+def test_an_engine_without_likeliest_tokens_is_named() -> None:
+    engine = ScriptedEngine(lambda prompt, call: (STOP,))
+    with pytest.raises(EngineError, match=r"policy p: .* must fill `Completion.candidates`"):
+        metrics(team_of(engine))
 
 
 def test_replies_that_are_not_the_actions_themselves_are_not_measured() -> None:
