@@ -59,6 +59,12 @@ def running_team(
     """
     remotes = open_remotes(config, Path(f"{path_prefix}remotes"))
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
+        # The clients are closed even if an engine does not start, so that a further call can open
+        # their records of replies.
+        runner = stack.enter_context(asyncio.Runner())
+        for remote in remotes.values():
+            stack.callback(lambda client: runner.run(client.aclose()), remote)
+
         retriever_log = str(Path(f"{path_prefix}retriever").absolute())
         make_env = stack.enter_context(open_environments(config, retriever_log))
         log_folder = Path(f"{path_prefix}engines")
@@ -68,9 +74,6 @@ def running_team(
             requests = _requests_on_machine(config, log_folder)
         engines = make_engines(requests)
         stack.callback(close_engines, engines)
-        runner = stack.enter_context(asyncio.Runner())
-        for remote in remotes.values():
-            stack.callback(lambda client: runner.run(client.aclose()), remote)
 
         servers: dict[str, int] = {}  # by policy
         for request in requests:

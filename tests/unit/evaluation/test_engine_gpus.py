@@ -15,6 +15,7 @@ from mcore_mas.config.run_sections import for_policy
 from mcore_mas.evaluation import running_team as running
 from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
 from mcore_mas.evaluation.running_team import running_team
+from mcore_mas.evaluation.seats import config_with_seats
 from mcore_mas.planning.machine import visible_gpu_ids
 from mcore_mas.planning.memory import engine_weight_bytes
 from mcore_mas.planning.worker_groups import PlacementError
@@ -22,6 +23,7 @@ from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.devices import find_devices
 from mcore_mas.runtime.engine_factory import engine_requests, make_engines
 from mcore_mas.runtime.run_environments import make_sidecar
+from rollout.base.errors import EngineError
 from rollout.engines.embedded.build import embedded_settings, local_devices
 from rollout.engines.sglang.replica import Replica
 from rollout.engines.sglang.server import Server
@@ -219,6 +221,28 @@ def test_a_team_on_cpus_sees_no_gpu(tmp_path: Path) -> None:
     with running_team(config, f"{tmp_path}/", -2):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("8,9")
+
+
+def test_remote_models_are_closed_if_an_engine_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(requests: object) -> dict[str, Any]:
+        raise EngineError("no engine")
+
+    monkeypatch.setattr(running, "make_engines", fail)
+    run = make_run(tmp_path, "data.test=1")
+    remote = {"remote": {"model": "big", "url": "http://127.0.0.1:1"}}
+    config = config_with_seats(
+        RunConfig.load(run / "config.yaml"), "x", {"solver": "base", "verifier": remote}
+    )
+    errors = []
+    for _ in range(2):
+        with (
+            pytest.raises(EngineError, match="no engine") as raised,
+            running_team(config, f"{tmp_path}/", -2),
+        ):
+            pass
+        errors.append(raised.value)  # its traceback keeps the clients alive
 
 
 def test_a_server_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
