@@ -43,8 +43,9 @@ def running_team(
 ) -> Iterator[RunningTeam]:
     """Start the engines and the environments of a team for the block.
 
-    The engines use all GPUs of this machine; or, if `address` names a Ray cluster and all engines are
-    SGLang servers, those of all its nodes.
+    The engines use all GPUs of this machine but that of the retriever. If `address` names a Ray
+    cluster, and all engines are SGLang servers that are started here, they use the GPUs of all its
+    nodes.
 
     Args:
         config: config of the run.
@@ -76,7 +77,7 @@ def running_team(
         stack.callback(close_engines, engines)
 
         servers: dict[str, int] = {}  # by policy
-        for request in requests:
+        for request in requests:  # each policy has an engine of its own
             servers |= dict.fromkeys(request.policies, _server_count(request))
         players = make_players(config, engines, servers)
         collector = Collector(
@@ -118,6 +119,8 @@ def _requests_on_nodes(
 
 def _server_count(request: EngineRequest) -> int:
     """Return the number of servers or replicas of an engine in an evaluation."""
+    if request.config.name != "sglang" and not any(request.gpus or ()):
+        return 1  # without GPUs, an engine in this process has no replicas
     if request.gpus is not None:  # on this machine
         return len(request.gpus)
     # On the nodes of a Ray cluster, where a server has `tp` placements.

@@ -223,6 +223,12 @@ def test_a_team_on_cpus_sees_no_gpu(tmp_path: Path) -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("8,9")
 
 
+def test_replicas_of_the_embedded_engine_on_the_cpu_are_one_engine(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "data.test=1", "engine.replicas=2")
+    with running_team(RunConfig.load(run / "config.yaml"), f"{tmp_path}/", -2) as team:
+        assert team.servers == 2  # one for each of the two policies
+
+
 def test_remote_models_are_closed_if_an_engine_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
