@@ -22,6 +22,7 @@ from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import Grouping, GroupStatistics
 from mcore_mas.reports.trajectory_terminal import plain_text
 from rollout.base.error_lines import error_line
+from rollout.base.nested import merged
 from rollout.base.yaml_files import read_yaml
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
@@ -40,6 +41,14 @@ class _LossSection(BaseModel):
     kl: _KLSection = _KLSection()
 
 
+class _OverridesSection(BaseModel):
+    loss: dict[str, Any] = {}
+
+
+class _PolicySection(BaseModel):
+    overrides: _OverridesSection = _OverridesSection()
+
+
 class _CreditSections(BaseModel):
     """Sections of a run's config that decide the advantages of its turns.
 
@@ -50,6 +59,17 @@ class _CreditSections(BaseModel):
     agents: dict[str, _AgentSection]
     filter: FilterConfig | None = None
     loss: _LossSection = _LossSection()
+    policies: dict[str, _PolicySection]
+
+    @property
+    def penalises_rewards(self) -> bool:
+        """True if the rewards of a policy get KL penalties."""
+        for policy in self.policies.values():
+            loss = merged(self.loss.model_dump(), policy.overrides.loss)
+            kl = _LossSection.model_validate(loss).kl
+            if kl.coef and kl.where == "reward":
+                return True
+        return False
 
 
 def print_credit(
@@ -103,7 +123,7 @@ def print_credit(
                     f"{file}: the run's filter drops all turns of {turns}, so none has an advantage; name "
                     "an estimator with --advantage to see them without the filter"
                 )
-        if sections.loss.kl.coef and sections.loss.kl.where == "reward":
+        if sections.penalises_rewards:
             text = "without the KL penalties of the rewards, which the file does not have"
             console.print(plain_text(text, style="dim"))
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.credit.advantage_files import TurnAdvantages
 from mcore_mas.credit.assign import (
     add_advantages,
@@ -28,9 +29,9 @@ def compute_turn_credit(
 ) -> tuple[TurnAdvantages, TurnGroups]:
     """Compute the advantages and the peer groups of turns with the estimators of their run.
 
-    Both are empty if the estimators cannot run: an evaluation has no rewards, and a file has
-    neither a critic's values nor the KL penalties of rewards. They are also empty if the run has no
-    config that can be used. Turns that the run's filter leaves out have no credit.
+    Both are empty if the file lacks what the training used: rewards (the file of an evaluation), a
+    critic's values, KL penalties of rewards, or the scores of a teacher. They are also empty if the
+    run has no config that can be used. Turns that the run's filter leaves out have no credit.
 
     Args:
         file: file of the trajectories, in the folder train/trajectories of a run.
@@ -41,14 +42,19 @@ def compute_turn_credit(
         samples = to_samples(group_trajectories(trajectories))
         if config.filter is not None:
             samples = filter_samples(samples, config.filter)
-        kl = config.loss.kl
-        if not samples or (kl.coef and kl.where == "reward"):
+        if not samples or config.teachers or _penalises_rewards(config):
             return {}, {}
         estimators = {name: config.advantage_of(name) for name in config.agents}
         advantages = mean_advantages(add_advantages(samples, estimators))
         return advantages, _peer_groups(samples, estimators, advantages)
     except (ConfigError, CreditError, IndexError):
         return {}, {}
+
+
+def _penalises_rewards(config: RunConfig) -> bool:
+    """Return True if the rewards of a policy get KL penalties."""
+    penalties = [for_policy(config, policy).loss.kl for policy in config.trained]
+    return any(kl.coef and kl.where == "reward" for kl in penalties)
 
 
 def _peer_groups(

@@ -138,6 +138,15 @@ def test_without_a_name_the_estimator_is_that_of_the_run(file: Path, tmp_path: P
     assert "drmas" not in result.output
 
 
+def test_a_policys_own_kl_penalties_are_missing(file: Path, tmp_path: Path) -> None:
+    policies = resolve(["experiment=demo_math"])["policies"]
+    policies["solver"]["overrides"] = {"loss": {"kl": {"coef": 0.1, "where": "reward"}}}
+    grpo = {"name": "grpo", "options": {}}
+    step = write_run(tmp_path, file, advantage=grpo, policies=policies)
+    message = "without the KL penalties of the rewards, which the file does not have"
+    assert message in printed_lines(step, None)
+
+
 def test_agents_with_different_estimators_have_tables_of_their_own(
     file: Path, tmp_path: Path
 ) -> None:

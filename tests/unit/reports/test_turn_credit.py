@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
 from mcore_mas.reports.trajectory_page import PeerGroup
 from mcore_mas.reports.turn_credit import compute_turn_credit
 from rollout.records.files import read_trajectories, write_trajectories
@@ -30,6 +31,22 @@ def test_advantages_are_those_of_the_runs_estimator(recorded: Path) -> None:
 
 def test_without_rewards_there_is_no_credit(recorded: Path) -> None:
     assert compute_turn_credit(recorded, [trajectory(turn(0))]) == ({}, {})
+
+
+PENALTY = {"loss": {"kl": {"coef": 0.1, "where": "reward"}}}
+TEACHER = {"policy": "verifier"}
+
+
+@pytest.mark.parametrize("settings", [{"overrides": PENALTY}, {"teacher": TEACHER}])
+def test_without_the_inputs_of_a_policys_training_there_is_no_credit(
+    recorded: Path, settings: dict[str, object]
+) -> None:
+    config_file = recorded.parents[2] / "config.yaml"
+    values = yaml.safe_load(config_file.read_text())
+    values["policies"]["solver"] |= settings
+    config_file.write_text(yaml.safe_dump(values))
+    RunConfig.load(config_file)  # it is valid
+    assert compute_turn_credit(recorded, read_trajectories(recorded)) == ({}, {})
 
 
 def votes(group: PeerGroup) -> list[tuple[tuple[str, str, int], float]]:
