@@ -91,13 +91,14 @@ def picture_name(trajectory: Trajectory) -> str:
 
 
 def game_actions(trajectory: Trajectory) -> list[str]:
-    """Return the text with which each step of a game was taken: a list of actions, or "".
+    """Return the actions of each step of a game as a text, such as "R, R, D"; "" if there were none.
 
-    A step of the game follows each round of turns. The last turn of the round gives the list, in its
-    reply, or in the output of its program. A malformed reply and a failed program give none.
+    A step of the game follows each round of turns; the last round of a failed trajectory may have
+    none. The last turn of the round gives the actions, in its reply, or in the output of its program.
+    A malformed reply and a failed program give none.
     """
-    # A later turn of a round replaces an earlier one.
-    last_turns = {turn.round: turn for turn in trajectory.path}
+    # A later turn of a round replaces an earlier one. Turns get the score "team" by the step.
+    last_turns = {turn.round: turn for turn in trajectory.path if "team" in turn.scores}
     program_calls = {(event.node, event.after_turn): event for event in trajectory.tools}
     return [
         _actions_of_turn(turn, program_calls.get((turn.node, turn.index)))

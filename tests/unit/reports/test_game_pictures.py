@@ -18,6 +18,7 @@ from mcore_mas.reports.game_pictures import (
     game_actions,
     write_game_pictures,
 )
+from rollout.base.errors import EngineError
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES, PUZZLES
 from rollout.orchestras import ORCHESTRAS
@@ -207,6 +208,23 @@ def test_the_planner_decides_on_the_actions() -> None:
         "#### R",
     )
     assert game_actions(play_game(WALK, *replies, orchestra="game_team")) == ["R", "", "R"]
+
+
+def test_a_round_without_a_step_has_no_board() -> None:
+    """The engine fails after the tool's second turn, before the second step."""
+
+    def reply(prompt: tuple[int, ...], call: int) -> tuple[int, ...]:
+        if call == 3:
+            raise EngineError("gone")
+        return (*("#### R" if call == 1 else "**Actions List**: R").encode(), 0)
+
+    team = make_team(ScriptedEngine(reply), {"tool": "game_tool", "planner": "game_planner"})
+    orchestra = ORCHESTRAS["game_team"]
+    make_env = ENVS["plan_path"]
+    [group] = asyncio.run(collect([WALK], team, make_env, orchestra, group_size=1, seed=1, step=0))
+    trajectory = group.trajectories[0]
+    assert [turn.agent for turn in trajectory.turns] == ["tool", "planner", "tool"]
+    assert game_actions(trajectory) == ["R"]
 
 
 def test_only_games_with_a_readable_puzzle_have_pictures() -> None:
