@@ -124,7 +124,8 @@ def _table_rows(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 low, high = score_interval(
                     task_scores.tolist(), f"{dataset}/{metric}", lowest=lowest
                 )
-                # Replies are counted per evaluation, and not for each of several data sources.
+                # Replies are counted per evaluation. If there are several data sources, only the rows
+                # of all sources ("all") have the counts.
                 counts = _reply_counts(runs)
                 if dataset != "all" and len(sources) > 1:
                     counts = dict.fromkeys(counts, "")
@@ -181,8 +182,9 @@ def _is_difference(state: str) -> bool:
 def _reply_counts(runs: pd.DataFrame) -> dict[str, Any]:
     """Return the counts of the replies of all seeds.
 
-    A reply is the answer of a trajectory. Overlong replies count as wrong, because a prompt was too
-    long. For cut replies a part of a prompt was left out. Failed replies are left out of the scores.
+    A reply is the answer of a trajectory. It is "overlong" if a prompt left no room for an agent's
+    reply; it counts as wrong. It is "cut" if a part of a prompt was left out; it is scored as usual. It
+    has "failed" if the trajectory did not end for another reason; it is left out of the scores.
     """
     failures: Counter[str] = Counter()
     for failures_of_run in runs["failed"]:
