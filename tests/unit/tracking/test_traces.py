@@ -259,8 +259,8 @@ def test_a_trajectory_of_a_game_has_its_picture_among_the_artifacts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     walked = trajectory(
-        turn(0, text="#### R"),
-        turn(1, text="#### R", round=1),
+        turn(0, text="#### R", scores={"team": 0.0}),
+        turn(1, text="#### R", round=1, scores={"team": 1.0}),
         id="7/path:1/0",
         step=7,
         task_id="p",
