@@ -318,18 +318,19 @@ def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:
 def _expand_settings(
     value: Any,
     row: str,
-    settings: Mapping[str, Any],
+    named_settings: Mapping[str, Any],
     file: Path,
     included_by: Sequence[str] = (),
 ) -> Expansion:
     """Expand the settings of a row of a grid.
 
     Args:
-        value: a key of `settings`, a mapping, a list of both, or None for no settings.
+        value: a name in `named_settings`, a mapping, a list of both, or None for no settings.
         row: name of the row, for errors.
-        settings: the file's `settings`.
+        named_settings: the file's `settings`, a mapping from names to settings that rows may include.
         file: the file, for errors.
-        included_by: chain of keys of `settings`, each of which includes the next one; the last one has this value.
+        included_by: chain of names in `named_settings`, each of which includes the next one; the last one has
+            this value.
 
     Raises:
         ConfigError: the value has another type, the file has no settings of this name, settings include themselves,
@@ -338,8 +339,8 @@ def _expand_settings(
     if value is None:
         return Expansion()
     if isinstance(value, str):
-        if value not in settings:
-            names = ", ".join(map(str, settings)) or "none"
+        if value not in named_settings:
+            names = ", ".join(map(str, named_settings)) or "none"
             raise ConfigError(
                 f"{file}: grid row '{row}' names settings '{value}', which the file does not have; it "
                 f"has: {names}"
@@ -349,7 +350,8 @@ def _expand_settings(
             raise ConfigError(
                 f"{file}: settings cannot include themselves: {chain}; remove one of them"
             )
-        return _expand_settings(settings[value], row, settings, file, (*included_by, value))
+        content = named_settings[value]
+        return _expand_settings(content, row, named_settings, file, (*included_by, value))
     if isinstance(value, dict):
         return _expand_mapping(value, file)
     if not isinstance(value, list):
@@ -360,7 +362,8 @@ def _expand_settings(
 
     expansion = Expansion()
     for entry in value:
-        expansion = expansion.then(_expand_settings(entry, row, settings, file, included_by))
+        entry_expansion = _expand_settings(entry, row, named_settings, file, included_by)
+        expansion = expansion.then(entry_expansion)
     return expansion
 
 

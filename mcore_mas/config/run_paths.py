@@ -27,37 +27,41 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         file: config.yaml in the run's folder; the values of any other file are unchanged.
     """
     folder = file.resolve().parent
-    written_folder = _written_folder(values)
-    if written_folder is None or file.name != "config.yaml" or not _is_run_folder(folder):
+    configured_folder = _configured_folder(values)
+    if configured_folder is None or file.name != "config.yaml" or not _is_run_folder(folder):
         return dict(values)
-    if written_folder.exists() and written_folder.samefile(folder):
+    if configured_folder.exists() and configured_folder.samefile(folder):
         return dict(values)
 
-    project = _project_of(folder, written_folder)
+    project = _project_of(folder, configured_folder)
     if project is not None and str(project) not in sys.path:
         sys.path.append(str(project))
 
     def relocate(text: str) -> str:
-        return _relocate_text(text, folder=folder, written_folder=written_folder, project=project)
+        return _relocate_text(
+            text, folder=folder, configured_folder=configured_folder, project=project
+        )
 
     relocated = _map_texts(values, relocate)
     return {**relocated, "results": str(folder.parent), "run": folder.name}
 
 
-def _relocate_text(text: str, *, folder: Path, written_folder: Path, project: Path | None) -> str:
+def _relocate_text(
+    text: str, *, folder: Path, configured_folder: Path, project: Path | None
+) -> str:
     """Return a text of the config, with its path made valid from the working directory if it is a path.
 
     Args:
         text: a path, the URL of a SQLite database, or any other text, such as a name or a prompt.
         folder: present folder of the run.
-        written_folder: the run's folder as its config names it.
+        configured_folder: the run's folder as its config names it.
         project: the run's project, or None if it is not known (see `_project_of`).
     """
     is_sqlite_url = text.startswith(_SQLITE)
     prefix = _SQLITE if is_sqlite_url else ""
     path = Path(text.removeprefix(_SQLITE))
-    if path.is_relative_to(written_folder):
-        return prefix + str(folder / path.relative_to(written_folder))
+    if path.is_relative_to(configured_folder):
+        return prefix + str(folder / path.relative_to(configured_folder))
 
     if project is None:
         return text
@@ -71,7 +75,7 @@ def _relocate_text(text: str, *, folder: Path, written_folder: Path, project: Pa
     return str(project / path)
 
 
-def _written_folder(values: Mapping[str, Any]) -> Path | None:
+def _configured_folder(values: Mapping[str, Any]) -> Path | None:
     """Return the run's folder as the config names it, or None if it names none."""
     results = values.get("results")
     run = values.get("run")
@@ -85,19 +89,19 @@ def _is_run_folder(folder: Path) -> bool:
     return any((folder / name).is_dir() for name in _STAGE_FOLDERS)
 
 
-def _project_of(folder: Path, written_folder: Path) -> Path | None:
-    """Return the project of a run: `folder` without the `written_folder` at its end.
+def _project_of(folder: Path, configured_folder: Path) -> Path | None:
+    """Return the project of a run: `folder` without the `configured_folder` at its end.
 
     Args:
         folder: present folder of the run.
-        written_folder: the run's folder as its config names it, relative to the project.
+        configured_folder: the run's folder as its config names it, relative to the project.
 
     Returns:
-        None if `folder` does not end with `written_folder`, because it was moved, copied or renamed, or if
-        `written_folder` is absolute.
+        None if `folder` does not end with `configured_folder`, because it was moved, copied or renamed, or if
+        `configured_folder` is absolute.
     """
-    depth = len(written_folder.parts)
-    if written_folder.is_absolute() or folder.parts[-depth:] != written_folder.parts:
+    depth = len(configured_folder.parts)
+    if configured_folder.is_absolute() or folder.parts[-depth:] != configured_folder.parts:
         return None
     return Path(*folder.parts[:-depth])
 

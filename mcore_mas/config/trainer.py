@@ -94,9 +94,10 @@ class TrainerConfig(Section):
 
     @property
     def trajectories_per_step(self) -> int:
-        """Number of trajectories that are sampled for a batch of tasks; with branching, number of trees.
+        """Number of trajectories that a step starts, including the surplus; with branching, number of trees.
 
-        Greedy trajectories and replays are not counted. A step has one batch, and more if its filter resamples.
+        Greedy trajectories and replays are not counted. If a filter resamples, each further batch of tasks starts
+        as many again.
         """
         return self.tasks_per_step * (self.group_size + self.surplus)
 
