@@ -144,7 +144,7 @@ class DataScienceEnv:
         return Step(observation=call.result, tools=(call,))
 
     async def run(self, program: str) -> ToolCall:
-        result = await self._opened().run(program)
+        result = await self._current_session().run(program)
         return ToolCall(
             tool="python",
             query=program,
@@ -153,16 +153,16 @@ class DataScienceEnv:
         )
 
     async def files(self) -> Mapping[str, int]:
-        return dict(sorted((await self._opened().files()).items()))
+        return dict(sorted((await self._current_session().files()).items()))
 
     async def forget(self) -> None:
-        self._opened().end()
+        self._current_session().end()
 
     async def _score(self, tools: tuple[ToolCall, ...]) -> Step:
         """Score the submission and end the trajectory."""
         target = self._target
         assert target is not None
-        content = await self._opened().get(SUBMISSION)
+        content = await self._current_session().get(SUBMISSION)
         metrics = {
             "submitted": float(content is not None),
             "malformed_submission": 0.0,
@@ -195,7 +195,7 @@ class DataScienceEnv:
             metrics=metrics,
         )
 
-    def _opened(self) -> Session | FusionSession:
+    def _current_session(self) -> Session | FusionSession:
         if self._session is None:
             raise EnvError("DataScienceEnv is used before open")
         return self._session

@@ -105,7 +105,10 @@ class OpenEnvSession:
         raise EnvError(f"openenv: the environment failed ({code}: {message})")
 
     async def close(self) -> None:
-        """End the session; wait until the server has freed its environment, unless a reply was late."""
+        """End the session, and give the server some seconds to free its environment.
+
+        The server is not waited for if an earlier reply missed its deadline.
+        """
         try:
             if self._socket is not None and not self._has_hung:
                 with suppress(TimeoutError, ConnectionError, aiohttp.ClientError):

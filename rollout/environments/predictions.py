@@ -59,7 +59,7 @@ class Target:
             name: [predictions[key][index] for key in self.truth]
             for index, name in enumerate(names)
         }
-        if metric.kind != "text":
+        if metric.kind in ("number", "integer"):
             for name, cells in columns.items():
                 self._check_cells(name, cells)
         try:
@@ -87,7 +87,7 @@ class Target:
         """Raise AgentMistake if a column of numbers holds something else."""
         metric = TABLE_METRICS[self.metric]
         for cell in cells:
-            if metric.kind != "label" and not is_finite_number(cell):
+            if not is_finite_number(cell):
                 raise AgentMistake(f"column {name} holds {cell[:40]!r}; expected finite numbers")
             if metric.kind == "integer" and not float(cell).is_integer():
                 raise AgentMistake(f"column {name} holds {cell[:40]!r}; expected whole numbers")
