@@ -458,7 +458,7 @@ class Trajectory:
 
     @property
     def path(self) -> tuple[Turn, ...]:
-        """Turns that led to the outcome; all turns without a tree."""
+        """Turns that led to the outcome; without a tree, these are all turns."""
         return tuple(turn for turn in self.turns if self._is_on_path(turn))
 
     def _is_on_path(self, turn: Turn) -> bool:

@@ -429,9 +429,9 @@ async def _call_tool(name: str, call: Callable[[], Awaitable[ToolCall]], turn: i
     return await call()
 
 
-# Innermost wait that contains the running code, such as the wait for a tool that asks an agent. The
-# asyncio tasks that this code starts inherit it.
-_outer_wait: ContextVar[Waiting | None] = ContextVar("outer_wait", default=None)
+# Innermost wait that the running code is in, such as the wait for a tool that asks an agent. The next
+# wait to begin is inside of it. The asyncio tasks that this code starts inherit it.
+_current_wait: ContextVar[Waiting | None] = ContextVar("current_wait", default=None)
 
 
 class Waiting:  # a class, because @contextmanager would be several times slower
@@ -457,23 +457,25 @@ class Waiting:  # a class, because @contextmanager would be several times slower
         self._outer: Waiting | None = None
 
     def __enter__(self) -> asyncio.Task[Any]:
-        # `current_task` is given the loop, because finding it takes a system call in Python 3.11.
+        # The loop is looked up once: each look-up takes a system call in Python 3.11, and `current_task()` would
+        # make another.
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         if self._session.closed or task is None:
-            raise asyncio.CancelledError  # the orchestra has ended and left this task behind
+            # The orchestra has ended and left this task behind, or the code runs in no asyncio task.
+            raise asyncio.CancelledError
         self.task = task
         self.since = loop.time()
         self._session.waits[self] = None
 
-        self._outer = _outer_wait.get()
+        self._outer = _current_wait.get()
         if self._outer is not None:
             self._outer.inner_count += 1
-        _outer_wait.set(self)
+        _current_wait.set(self)
         return task
 
     def __exit__(self, *_: object) -> None:
-        _outer_wait.set(self._outer)
+        _current_wait.set(self._outer)
         if self._outer is not None:
             self._outer.inner_count -= 1
         del self._session.waits[self]
