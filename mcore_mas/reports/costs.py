@@ -34,7 +34,7 @@ def run_costs(run: Path, state: str) -> dict[str, str]:
 
     Args:
         run: folder of the run.
-        state: name of the evaluation whose answers are counted.
+        state: name of the evaluation whose answers are counted, such as "base" or "trained".
 
     Raises:
         MetricsError, FolderError: as in `training_costs`.
@@ -56,7 +56,7 @@ def run_costs(run: Path, state: str) -> dict[str, str]:
         answer = _costs_of_answer(turns)
         row["tokens of an answer"] = f"{answer.tokens:.4g}"
         row["seconds of an answer"] = f"{answer.seconds:.3g}"
-        row["of which by agent"] = "; ".join(
+        row["calls, tokens and seconds by agent"] = "; ".join(
             f"{agent} {costs.calls:.3g} calls, {costs.tokens:.4g} tokens, {costs.seconds:.3g} s"
             for agent, costs in _costs_by_agent(turns).items()
         )
@@ -100,7 +100,8 @@ def training_costs(run: Path) -> dict[str, float]:
 def sampled_tokens(metrics: Metrics) -> float:
     """Return the number of tokens that a training sampled, including those of replays.
 
-    A replay plays a trajectory again from one turn, with an alternative or an empty reply in it. The
+    A replay plays a trajectory again from one turn on, with another sampled reply or an empty one in
+    place of that turn's. The
     tokens that it samples after this reply are counted by `rollout/replayed_tokens`, not by
     `rollout/tokens`.
 

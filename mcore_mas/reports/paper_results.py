@@ -45,13 +45,15 @@ class Evaluations:
     def scores(
         self, experiment: str, state: str, dataset: str, our_metric: str
     ) -> dict[str, pd.Series]:
-        """Return the scores by task of an evaluation, by data source.
+        """Return a series of scores by task for each data source of an evaluation.
+
+        A series of all tasks has the key "all".
 
         Args:
             experiment: name of the experiment.
             state: name of the evaluation, or GAIN for trained - base, paired by task.
             dataset: a data source; "all" for one series of all tasks; or "average" for a series of
-                each data source.
+                each data source, whose means the caller averages.
             our_metric: avg, pass or maj, which is the name of the metric without its k.
         """
         if state == GAIN:

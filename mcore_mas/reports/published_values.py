@@ -99,6 +99,7 @@ def known_deviations(table: PaperTable) -> list[str]:
     Experiments with the same differences share a line, which names them.
     """
     other_differences = {}  # those that no hyper-parameter shows, by experiment
+    # Each of these rows is about the experiments of one pattern, and not a row of the table.
     for row in read_published()["rows"]:
         for experiment, _ in expand_braces(row["experiments"]):
             other_differences[experiment] = row["differences"]

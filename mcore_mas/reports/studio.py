@@ -56,8 +56,8 @@ class Studio:
     """Answers to the requests of the studio's page.
 
     Each method answers one kind of request; its parameters are those of the request, checked by
-    their types. A run is named by its folder in the results folder, and a file by its path in the
-    run's folder. A request can name no other file.
+    their types. A run is named by its folder in the results folder, and a file of trajectories by
+    its path in the run's folder, as `files` lists it. A request can name no other file.
     """
 
     def __init__(self, results: Path) -> None:

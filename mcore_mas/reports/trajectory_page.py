@@ -137,4 +137,5 @@ def _branch_root(node: str, path: Sequence[str]) -> str:
 
 
 def _parent(node: str) -> str:
+    """Return the node above a node, such as "0.2" of "0.2.1"; "" if there is none."""
     return node.rpartition(".")[0]

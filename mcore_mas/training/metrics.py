@@ -124,7 +124,8 @@ def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
 def _replay_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Return the number of alternative replies, and of the tokens of their replays; {} without replays.
 
-    A replay plays a trajectory again from one turn, with an alternative or an empty reply in it. The
+    A replay plays a trajectory again from one turn on, with another sampled reply or an empty one in
+    place of that turn's. The
     tokens are those that it sampled after this reply.
     """
     scores = [turn.scores for trajectory in trajectories for turn in trajectory.turns]

@@ -76,7 +76,7 @@ def test_a_training_and_its_answers_by_hand(tmp_path: Path) -> None:
         "tokens sampled in training": "1500",
         "tokens of an answer": "15",  # (14 + 16) / 2: what failed does not count
         "seconds of an answer": "4",  # 100 to 104, and 10 to 14
-        "of which by agent": "solver 1.5 calls, 12 tokens, 2.5 s; verifier 1 calls, 3 tokens, 1 s",
+        "calls, tokens and seconds by agent": "solver 1.5 calls, 12 tokens, 2.5 s; verifier 1 calls, 3 tokens, 1 s",
     }
 
 
