@@ -13,10 +13,10 @@ _SECTIONS = frozenset({"seed", "env", "orchestra", "agents", "policies", "retrie
 
 
 def evaluation_identity(config: RunConfig) -> str:
-    """Return a digest of the test tasks, the models' files and the settings of an evaluation.
+    """Return a digest of the test tasks, the settings of an evaluation and the files of its models.
 
-    The number of samples and the deadlines are not part of it: an evaluation continues if these
-    change.
+    Of the files, the names, sizes and times of change are taken. The number of samples and the
+    deadlines are not part of the digest: an evaluation continues if these change.
 
     Raises:
         FolderError: a model folder is missing.

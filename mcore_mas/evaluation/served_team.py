@@ -27,7 +27,7 @@ from rollout.teams.team import TeamSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTeam:
-    """Team that answers each call on its own: no call depends on earlier ones.
+    """Team that answers calls independently: no call depends on earlier ones.
 
     Attributes:
         name: model name of the whole team.

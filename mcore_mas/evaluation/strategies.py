@@ -130,6 +130,9 @@ async def _next_token_logprobs(
 
 
 def _can_score(team: Team, agent: Agent, actions: set[str]) -> bool:
-    """Return True if an engine plays an agent whose replies are the actions themselves."""
+    """Return True if an agent's actions have probabilities that can be computed.
+
+    An engine must play the agent, and its parser must return each action unchanged.
+    """
     is_engine = isinstance(team.policies[agent.policy], EngineClient)
     return is_engine and all(agent.role.parse(action) == action for action in actions)

@@ -40,7 +40,7 @@ class TrajectoryShards:
         self._buffer: list[Trajectory] = []
 
     def read(self) -> Iterator[Trajectory]:
-        """Yield the trajectories that were in the folder when it was opened, without prompts and texts."""
+        """Yield the trajectories that were in the folder when it was opened, without texts, tokens and tool calls."""
         for file in self._earlier_files:
             yield from read_scores(file)
 

@@ -9,8 +9,8 @@ from rollout.base.errors import Undecided, Unscorable
 from rollout.environments.protocol import Env, Step
 from rollout.records.trajectory import Task
 
-# Answers of a task without a known answer. Environments of questions need an answer; nobody gives
-# this one.
+# Answers of a task without a known answer. Environments of questions need one answer at least; no
+# team will give this one.
 UNKNOWN_ANSWERS = ("?",)
 
 _UNSCORED_STEP = Step(done=True, unscored=True)
@@ -21,7 +21,7 @@ _UNSCORED_RESULTS = {"preview": _UNSCORED_STEP, "check": _UNSCORED_STEP, "agreem
 class UnscoredEnv:
     """Environment of a task without a known answer: actions that it cannot score raise no error.
 
-    It has the optional methods of the environment, such as `preview` and those of tools.
+    It has all other methods of the environment too, such as `preview` and `run`.
 
     Attributes:
         final_action: latest action of the team; None before the first.
@@ -55,7 +55,7 @@ class UnscoredEnv:
 def _without_scores(
     method: Callable[..., Awaitable[Any]], unscored: Step | None
 ) -> Callable[..., Awaitable[Any]]:
-    """Return a method of an environment that returns `unscored` for what it cannot score."""
+    """Wrap a method of an environment to return `unscored` where the environment cannot score."""
 
     async def call(*arguments: object) -> Any:
         try:
