@@ -49,7 +49,9 @@ _COMPARING_ENVS = ("math", "search")  # their reward compares the reply with the
 
 
 def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8) -> list[str]:
-    """Return one line for each problem of a suite, with the runs that have it.
+    """Return one line for each problem of a suite, with the first run that has it and the number of others.
+
+    The prompts of runs whose prompt settings are equal are checked once.
 
     Args:
         suite: the suite.
@@ -58,7 +60,7 @@ def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8
     """
     runs_by_problem: dict[str, list[str]] = {}
     made_tasks: dict[str, dict[str, list[Task]]] = {}
-    played_teams: set[str] = set()
+    checked_prompt_settings: set[str] = set()
     for run in suite.runs:
         config = suite.run_config(run)
         problems = [
@@ -71,9 +73,10 @@ def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8
             problems += _task_problems(suite, config, made_tasks)
             tasks = made_tasks.get(suite.task_owner[run], {})
             train_tasks = tasks.get("train", [])
-            team = _prompt_sections(config)
-            if train_tasks and team not in played_teams and _has_all_models(config):
-                played_teams.add(team)
+            prompt_settings = _prompt_settings(config)
+            is_checked = prompt_settings in checked_prompt_settings
+            if train_tasks and not is_checked and _has_all_models(config):
+                checked_prompt_settings.add(prompt_settings)
                 try:
                     problems += prompt_problems(config, train_tasks)
                 except ModelError as error:
@@ -233,7 +236,7 @@ def _task_problems(
     generator makes one task of each split. Large data files, and those of the scale `tiny`, are not
     read.
 
-    Runs may share tasks. Each of them is checked, because it has settings of its own.
+    Runs that share tasks are each checked, because each has settings of its own.
 
     Args:
         made_tasks: tasks by split, by the run that makes them. A run that makes tasks is checked
@@ -288,7 +291,7 @@ def _make_tasks_if_possible(data: DataConfig, seed: int) -> dict[str, list[Task]
         return {split: [] for split in SPLITS}
 
 
-def _prompt_sections(config: RunConfig) -> str:
+def _prompt_settings(config: RunConfig) -> str:
     """Return the settings that the prompts of a team depend on, as a text."""
     templates = {
         policy: (
@@ -403,7 +406,10 @@ def _engines_by_key(config: RunConfig) -> dict[str, EngineConfig]:
 
 
 def _device_problems(config: RunConfig) -> Iterator[str]:
-    """Yield contradictory devices of a run, and too few GPUs for its training on this machine."""
+    """Yield the device settings of a run that contradict each other, and the lacks of this machine.
+
+    It may have no GPU, too few GPUs, or GPUs with less memory than planned.
+    """
     device = config.cluster.device
     gpus = count_visible_gpus()
     retriever_gpus = config.retriever.gpus if config.retriever else 0
@@ -412,8 +418,8 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
             yield from _hidden_gpu_problems(config)
         if retriever_gpus:
             yield (
-                "retriever.device is cuda, but cluster.device: cpu hides the GPUs from it; set one "
-                "of them to the other"
+                "retriever.device is cuda, but cluster.device: cpu hides the GPUs from it; set both "
+                "to the same device"
             )
         return
 

@@ -158,9 +158,9 @@ def distill(run: Path, to: Path, settings: DistillSettings) -> tuple[TeamCost, T
         samples = [demonstration_sample(item, renderer) for item in demonstrations]
         print(f"{len(samples)} right answers of {agent}")
         if settings.turns == "all":
-            internal = list(_internal_turns(trajectories))
-            print(f"{len(internal)} other turns")
-            samples += internal
+            other_turns = list(_other_turns(trajectories))
+            print(f"{len(other_turns)} other turns")
+            samples += other_turns
         _fine_tune(student, start_model, samples, settings, partial / "bootstrap" / "model")
 
     evaluate(student, "base", to / "evaluation" / "base.json")
@@ -366,8 +366,8 @@ def _right_replies(
     return asyncio.run(play())
 
 
-def _internal_turns(trajectories: Iterable[Trajectory]) -> Iterator[Sample]:
-    """Yield the well-formed turns before the last one of each trajectory, as they were sampled."""
+def _other_turns(trajectories: Iterable[Trajectory]) -> Iterator[Sample]:
+    """Yield the well-formed turns that led to each outcome, except the last one, with their recorded tokens."""
     for trajectory in trajectories:
         for turn in trajectory.path[:-1]:
             if turn.valid and turn.completion_ids:

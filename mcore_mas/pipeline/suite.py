@@ -41,7 +41,7 @@ class Suite:
 
     name: str
     runs: sharing.Runs
-    # Experiment by run; runs that differ only in their seed are of one experiment.
+    # For each run, its experiment: the first run with the same overrides but for the seed.
     experiments: Mapping[str, str]
     overrides: Mapping[str, list[str]]  # Hydra overrides by run
     # For each run, the run that makes the cold start of its policies. A run that brings its own
@@ -50,8 +50,8 @@ class Suite:
     cross_play: CrossPlay
     # For each run, the first run whose untrained team is evaluated in the same way.
     base_evaluation_owner: Mapping[str, str]
-    # For each run, the first run with the same tasks and the same retriever, whose index and probe it
-    # shares.
+    # For each run, the first run with the same tasks and the same retriever. Its tasks, its index and
+    # the probe of its retrieval server are also those of this run.
     task_owner: Mapping[str, str]
     scale: str = "paper"  # or "tiny"
     folder: Path | None = None  # folder of the suite file
@@ -74,7 +74,9 @@ class Suite:
 
         Raises:
             SuiteError: a key is unknown or of the wrong type, a folder does not exist or cannot be
-                written, or overrides do not compose. The message has a line for each mistake.
+                written, `evaluate` names a run or an agent that does not exist, or overrides do not
+                compose. The message has a line for each run whose overrides do not compose, and else
+                names the first mistake.
         """
         suite_file.check_schema(suite)
         configs = suite_file.user_configs_folder(suite, folder)
@@ -96,7 +98,7 @@ class Suite:
         )
         run_experiments = _group_seeds(overrides)
         # Runs that share a cold start share the evaluation of their untrained teams. Only the run that
-        # makes the cold start still has the section `cold_start`, so it is left out of the comparison.
+        # makes the cold start still has the section `cold_start`, so this section is not compared.
         # The folder of a policy's model shows with which cold start it begins.
         evaluated_runs = {run: {**config, "cold_start": None} for run, config in runs.items()}
         return cls(
