@@ -419,7 +419,7 @@ class Run:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ArgumentError unless a run can be written to a folder of this name."""
+    """Raise ArgumentError if a folder's name is too long for a run, or the folder or a parent of it is a file."""
     if len(folder.name) > MAX_NAME_CHARS:
         raise ArgumentError(
             f"folder: {folder.name:.80}… has {len(folder.name)} characters; the name of a run has at "

@@ -37,8 +37,9 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
 
     Args:
         tasks: tasks, (prompt, answer) pairs, or rows with a prompt and an answer, such as those of
-            a data set; a name that `load_tasks` takes; or a mapping of splits to any of these. The
-            `id` of a row is the task's. Tasks that name no environment get "".
+            a data set; an id on the Hub, a folder or a file, as for `load_tasks`; or a mapping of splits
+            to any of these. The `id` of a row is the task's. Tasks made of pairs and rows get the
+            environment "", which `Run` replaces by its own.
 
     Raises:
         ArgumentError: an item is not a task, an id is given twice or is not valid, a split has an

@@ -149,19 +149,21 @@ def wait_for_stop(thread: threading.Thread, stop: StopSignal) -> str:
     """Wait for a thread with an event loop that was told to stop, but not for code that blocks the loop.
 
     Returns:
-        The line at which the loop is blocked; "" if the thread has stopped and saved its state.
+        The line at which the loop is blocked; "" if the run has stopped and saved its state. Its thread may
+        still be shutting down trackers and Ray, for which this waits ENDING_S at most.
     """
     blocking_line = ""
     while thread.is_alive() and not stop.is_settled.is_set() and not blocking_line:
         thread.join(_POLL_S)
         responds = stop.responds(_BLOCKED_S)
-        # A run that has stopped meanwhile waits for trackers and Ray, not for code of the team.
+        # If the run stopped during this check, trackers and Ray block its loop, not code of the team.
         if not responds and not stop.is_settled.is_set():
             blocking_line = _location_of(thread)
     if not blocking_line:
         thread.join(ENDING_S)  # trackers and Ray
     if thread.is_alive():
-        call_before_end()  # Ray's helper must not take the end of the program for a killed training
+        # Without this, the helper process of ray_cleanup would report a killed training.
+        call_before_end()
     return blocking_line
 
 

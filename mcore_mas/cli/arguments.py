@@ -60,7 +60,7 @@ def run_folder(run: Path) -> Path:
 
 
 def check_readable(run: Path) -> None:
-    """Raise FolderError if a run, by its folder or its name in results/, is private to another user."""
+    """Raise FolderError if a run, named by its folder or its name in results/, is private to another user."""
     for folder in (run, Path("results") / run):
         error = private_folder_error(folder)
         if error:

@@ -133,14 +133,14 @@ def _check_options(arguments: Sequence[str]) -> None:
             all_options: list[str] = []
             for action in parser._actions:
                 all_options += action.option_strings
-            hints = "".join(_nearest_hint(option, all_options) for option in options)
+            hints = "".join(_option_hint(option, all_options) for option in options)
         raise UsageError(
             f"unrecognized arguments: {' '.join(options)}{hints}; `mcore-mas run --help` and "
             "`snakemake --help` list the options"
         )
 
 
-def _nearest_hint(option: str, all_options: Sequence[str]) -> str:
+def _option_hint(option: str, all_options: Sequence[str]) -> str:
     """Return a hint at the options of Snakemake or the setting of a run that an unknown option resembles, or ""."""
     settings = setting_names()
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
@@ -151,9 +151,9 @@ def _nearest_hint(option: str, all_options: Sequence[str]) -> str:
     return nearest_hint(option, all_options)
 
 
-def _setting_hints(options: Sequence[str]) -> str:
-    """Return hints how to write the options that are settings of a run, or ""."""
-    hints = [setting_hint(option) for option in options if option.startswith("-")]
+def _setting_hints(arguments: Sequence[str]) -> str:
+    """Return hints on how to write the arguments that are settings of a run with dashes, or ""."""
+    hints = [setting_hint(argument) for argument in arguments if argument.startswith("-")]
     return "".join(dict.fromkeys(hints))
 
 

@@ -40,8 +40,9 @@ def trajectory_file(name: Path) -> Path:
         return steps[-1]
 
     check_readable(name)
-    has_trajectories = any(name.glob("*.parquet"))  # a folder of an evaluation
-    if any(folder.is_dir() for folder in run_folders) and not has_trajectories:
+    # The folder of an evaluation, or train/trajectories of a run, is named itself.
+    holds_trajectories = any(name.glob("*.parquet"))
+    if any(folder.is_dir() for folder in run_folders) and not holds_trajectories:
         raise UsageError(
             f"{name}: no trajectories here; a run that was not trained has none "
             "(mcore-mas run SUITE)"

@@ -51,8 +51,8 @@ class Leak:
 
     Attributes:
         kind: kind of comparison.
-        earlier: name of the earlier split; for kind "tests" the same split.
-        split: name of the split.
+        earlier: name of the earlier split; for kind "tests", equal to `split`.
+        split: name of the later split, whose tasks are counted.
         tasks: number of tasks in the split.
         matches: tasks that leak.
     """
