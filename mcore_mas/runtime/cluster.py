@@ -105,7 +105,8 @@ def _check_reachable(address: str) -> None:
 def _setup_hook(folder: str) -> Callable[[], None]:
     """Return the setup hook of Ray's workers, which changes to `folder`.
 
-    Workers can import this package only from there.
+    Relative paths then mean the same in all workers. In a checkout that is not installed, this package
+    can be imported only from there.
     """
 
     def change_folder() -> None:

@@ -187,7 +187,8 @@ class StopSignal:
     Ctrl-C after an earlier request to stop ends the process where it stands.
 
     Attributes:
-        sender: name of the signal, "Ctrl-C" in a program that calls the run, or "its caller".
+        sender: who has asked to stop: the name of the signal, such as "SIGINT"; "Ctrl-C" if the program
+            that calls the run was interrupted; otherwise "its caller".
         is_urgent: True if Ctrl-C has asked to stop, here or in the program that calls the run.
         is_settled: set when the run has stopped, and its state is saved if it can be.
         last_line: the run's last line, which says where it has stopped; "" until then.
@@ -208,10 +209,11 @@ class StopSignal:
         self._has_signal = False  # True once a signal has asked to stop
         self._is_finished = False
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it listens
-        self._listener: asyncio.Task[Any] | None = None  # the task that takes the steps
+        self._listener: asyncio.Task[Any] | None = None  # the task that called `listen`
         self._working: asyncio.Future[Any] | None = None  # work that may be cancelled
         # True if `_interrupt_while_blocked` has sent a SIGURG that is not handled yet.
         self._sent_interruption = False
+        # True once `_interrupt` has cancelled work, whose result is not used.
         self._has_interrupted = False
 
     @property
@@ -390,7 +392,7 @@ class StopSignal:
     def _interrupt(self, frame: FrameType | None) -> None:
         """Cancel the work under way from within the task that blocks the event loop.
 
-        The task that takes the steps is not interrupted: it runs code of this project only, and it
+        The task that called `listen` is not interrupted: it runs code of this project only, and it
         saves the state.
         """
         task = asyncio.current_task(self._loop)

@@ -232,9 +232,9 @@ def set_launch_order(tp: int) -> None:
 
 
 def set_deterministic_kernels(*, deterministic: bool) -> None:
-    """Make Transformer Engine choose deterministic attention; this package's kernels always are.
+    """Make Transformer Engine choose deterministic attention, if the run is `deterministic`.
 
-    A setting of the user is kept.
+    The kernels of this package are deterministic in any case. A setting of the user is kept.
     """
     if deterministic:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

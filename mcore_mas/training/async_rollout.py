@@ -1,7 +1,7 @@
 """Asynchronous rollouts: collect, reward and filter the trajectories of steps, ahead of training.
 
-`AsyncRollouts.take` returns the `RolloutBatch` of a step. With a staleness of n, it also begins the
-collection of up to n later steps.
+`AsyncRollouts.take` returns the `RolloutBatch` of a step. It also begins the collection of later steps,
+as far as the staleness allows.
 """
 
 import asyncio
@@ -99,16 +99,18 @@ class AsyncRollouts:
     under_way: dict[int, asyncio.Task[RolloutBatch]] = field(default_factory=dict, init=False)
 
     async def take(self, step: int) -> RolloutBatch:
-        """Return the batch of a step that is about to be trained; begin those of later steps.
+        """Return the batch of a step that is about to be trained.
+
+        Begin its collection, if it is not under way, and those of later steps that the staleness allows.
 
         Raises:
             TrainingError, CreditError: raised by `collect_batch`, for this step only.
         """
-        for later in range(step, self.config.trainer.steps):
-            if not self.config.may_collect(later, step):
+        for number in range(step, self.config.trainer.steps):
+            if not self.config.may_collect(number, step):
                 break
-            if later not in self.under_way:
-                self.under_way[later] = asyncio.create_task(self.collect_batch(later))
+            if number not in self.under_way:
+                self.under_way[number] = asyncio.create_task(self.collect_batch(number))
         batch = await self.under_way[step]
         del self.under_way[step]
         return batch

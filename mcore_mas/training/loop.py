@@ -148,7 +148,7 @@ async def _validate_and_report(session: TrainingSession, number: int, metrics: S
 
 
 async def _validate(session: TrainingSession) -> StepMetrics:
-    """Play the validation tasks; return their metrics as validation/NAME."""
+    """Play the validation tasks; return their metrics, and those of a game's strategy, as validation/NAME."""
     async with session.memory.rollout():
         board = await session.rollouts.validate()
         strategy = await session.rollouts.measure_strategy()

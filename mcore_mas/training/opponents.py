@@ -62,7 +62,7 @@ class Opponents:
         return [opponent for opponent in self._opponents.values() if opponent.past is not None]
 
     def policies_of(self, step: int, task_id: str) -> dict[str, str]:
-        """Return the opponent that plays in a task's games, by the agent that it plays; {} in self-play."""
+        """Return the opponent that plays in a task's games, by the agent whose part it takes; {} in self-play."""
         random = Random(derive_seed(self._config.seed, "opponent", step, task_id))
         draw = random.random()
         for policy, opponent in self._opponents.items():
@@ -150,7 +150,7 @@ class Opponent:
 
     Attributes:
         share: probability that it plays in the games of a task.
-        agents: trained agents that it may play.
+        agents: trained agents whose part it may take in a game.
         past: earlier weights that it plays with; None: it only plays with its own model.
         member: member that plays in the present step.
     """

@@ -99,7 +99,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     Raises:
         Abandoned: the run was told to stop during the rollout.
         UpdateBrokenOff: the run was told to stop urgently, and the update took too long.
-        Stopped: the run was told to stop while new weights waited (see `_wait_for_one_version`).
+        Stopped: the run was told to stop while new weights waited (see `_wait_for_collections`).
         TrainingError, CreditError: raised by a part of the step.
     """
     started = time.perf_counter()
@@ -142,13 +142,14 @@ async def _learn(
         session: parts of the run.
         number: number of the step.
         rollouts: all trajectories of the step.
-        samples: samples to train or to compare with.
+        samples: samples of the trained policies, and those of other policies that their advantages
+            are compared with.
         trained_policies: policies that the step trains.
     """
     config = session.config
     trainers = session.trainers
 
-    # 2. Score: pack once per policy, then compute reference log-probabilities and values.
+    # 2. Score: split each policy's samples into batches, then compute their reference log-probabilities and values.
     samples = _with_ages(session, samples)
     batches = {
         policy: trainers[policy].make_batches(samples, number) for policy in trained_policies
@@ -157,6 +158,7 @@ async def _learn(
         trainers[policy].score(batches[policy], session.weight_sync[policy].versions[-1])
         for policy in trained_policies
     )
+    # `score` has replaced the samples of the batches. Samples that are only compared with stay as they are.
     scored: dict[TurnId, Sample] = {}
     for policy_batches in batches.values():
         for batch in policy_batches:
@@ -178,7 +180,7 @@ async def _learn(
     async def learn(policy: str) -> StepMetrics:
         async with session.memory.learning():
             metrics = await trainers[policy].update(batches[policy], credited, number)
-            await _wait_for_one_version(session)
+            await _wait_for_collections(session)
             was_updated = "grad_norm" in metrics
             sync_metrics = await session.weight_sync[policy].push(number + 1, changed=was_updated)
             return metrics | sync_metrics
@@ -249,7 +251,7 @@ def _note_large_shares(session: TrainingSession, number: int, metrics: StepMetri
         session.logbook.note(f"{step_label(number)}: {warning}")
 
 
-async def _wait_for_one_version(session: TrainingSession) -> None:
+async def _wait_for_collections(session: TrainingSession) -> None:
     """With `engine.deterministic`, let collections under way end before the engines get new weights.
 
     Each of their trajectories is then sampled by one version of the weights.

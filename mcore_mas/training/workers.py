@@ -38,7 +38,8 @@ _REPLACE_S = 600.0  # time for which a run waits for enough devices after the lo
 class RunWorkers:
     """The engines and trainers of a run.
 
-    Trainers restart together after a loss. In a split pool, engines on the other nodes go on.
+    Trainers restart together after a loss. If a node is lost, its engines restart too; in a shared pool,
+    all engines do.
     """
 
     def __init__(self, config: RunConfig, devices: RunDevices) -> None:
