@@ -25,7 +25,7 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
 
     @property
     def starts(self) -> int:  # type: ignore[override]
-        """Number of the host's process starts."""
+        """The host's `starts`; see `TrainedEngine`."""
         return int(self.host.starts)
 
     async def stream(

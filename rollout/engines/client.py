@@ -31,8 +31,9 @@ class EngineClient:
         slots: context manager around each call, such as a semaphore that bounds the concurrent calls.
         deadline_s: seconds that a reply may take once the call has a slot; None: no deadline.
         max_length: maximum number of tokens of prompt and reply; None: only the engine has a limit.
-        overlong_prompts: rule for prompts without a chat that leave no room for a reply; see
-            `fit_prompt`.
+        overlong_prompts: rule for a prompt that leaves no room for a reply, if `say` gets no `chat`:
+            "left", "middle" and "right" cut its last message (see `fit_prompt`), and "wrong" raises
+            PromptTooLong.
         constrain: True to sample under the grammar of a chat's constraint.
     """
 
@@ -113,8 +114,9 @@ class EngineClient:
     ) -> Completion:
         """Sample a reply that ends at the first of the chat's `stops`.
 
-        Its last token is the one that completes the stop. An engine that can stream ends the reply
-        there, and reports the text to the chat's `on_text`. The reply of another engine is cut.
+        Its last token is the one that completes the stop; tokens after it are cut. An engine that can
+        stream reports the text to the chat's `on_text`, and ends the reply soon after the stop. Another
+        engine samples to its own end.
         """
         if chat.on_text is None and not chat.stops:
             return await self._sample(prompt_ids, sampling)

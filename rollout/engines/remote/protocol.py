@@ -57,4 +57,4 @@ class Provider(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
+        """Close the connections of this provider; each event loop has a provider of its own (see `Caller`)."""

@@ -173,9 +173,9 @@ class Fleet:
 
         Raises:
             ServerLeft: the server is gone for good, and others continue.
-            EngineError: the process of the server runs but does not answer, it was not started
-                here, no restart is left, or the server that was started again is not ready in time or
-                does not take the weights.
+            EngineError: the server runs but does not answer; the server was not started here; no
+                restart is left; or, after its restart, the server is not ready in time or does not take
+                the weights.
         """
         # The caller may be cancelled meanwhile, and a server that was left without its weights
         # would answer other calls with old ones.
