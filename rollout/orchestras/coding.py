@@ -61,26 +61,26 @@ async def code_reflect(
 
     The last program is final, and the reflector is not asked about it. Templates may use the slots
     `problem` and `history`: for each round, the plan, the program, its result on the visible tests,
-    and the reflection. That of the coder may also use `plan`. Of a planner's or a reflector's
+    and the reflection. The coder's template may also use `plan`. Of a planner's or a reflector's
     reply, the other agents see only the content of its tag, or "" if the reply is malformed. A
     reply of the coder without a program is tried as an empty program; as the last reply, it leaves
     the team without a program.
 
-    The turns of the coder have the score `pass_rate`: the share of the task's tests that the
-    program passes, including the hidden tests that decide the outcome. The released code measures
-    it on the visible tests.
+    The turns of the coder have the score `pass_rate`: the share that the program passes of the tests
+    that decide the outcome, which are the hidden ones, or the visible ones if there are no others.
+    The released code measures it on the visible tests.
 
     Args:
         max_turns: maximum number of rounds; each has one program.
     """
     problem = env.reset(task)
     history = ""
-    for turn in range(1, max_turns + 1):
+    for round_number in range(1, max_turns + 1):
         planned = await team.act("planner", problem=problem, history=history)
         plan = planned.value or ""
         coded = await team.act("coder", problem=problem, plan=plan, history=history)
         trial = await _try_program(team, env, coded)
-        if turn == max_turns or _passes_visible_tests(coded, trial):
+        if round_number == max_turns or _passes_visible_tests(coded, trial):
             break
         history += f"{plan}\n{fenced(coded.value) or _NO_PROGRAM}\n{trial.observation}\n\n"
         reflection = await team.act("reflector", problem=problem, history=history)

@@ -8,7 +8,10 @@ _MAX_ATTEMPTS = 2
 
 
 async def solve_and_check(job: Job) -> str:
-    """Ask the model `solver` until the model `verifier` approves; return the last solution."""
+    """Ask the model `solver` until the model `verifier` approves; return the last solution.
+
+    The solver is asked `_MAX_ATTEMPTS` times at most, and its last attempt is not verified.
+    """
     async with httpx.AsyncClient(
         base_url=job.openai_url,
         headers={"Authorization": f"Bearer {job.key}"},

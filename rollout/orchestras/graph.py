@@ -209,8 +209,9 @@ async def graph(
     ends if the environment is done or a wave is empty.
 
     Templates and conditions may use these names: `problem`, the result of `reset`; `history`, every
-    action with its observation; `<node>`, the latest value of a node, at first "": the parsed reply
-    ("" if it is malformed) or the observation of the action; `<node>.text`, the whole reply;
+    action with its observation; `<node>`, the latest value of a node: the parsed reply ("" if it is
+    malformed) or the observation of the action, and "" before the node has run; `<node>.text`, the whole
+    reply, or again the observation;
     `<node>.runs`, how often the node has run. If no action was taken, the environment is stepped
     with "" at the end, which is scored as an empty reply.
 

@@ -21,16 +21,16 @@ def format_plan(plan: Plan) -> str:
 
 
 def change_plan(plan: Plan, change: str | None) -> Plan:
-    """Apply a change, in the form that `parse_change` returns, to a plan; return the new plan.
+    """Apply a change, such as `update|t1|answer` or `add|question|answer`, to a plan; return the new plan.
 
     The plan stays the same if the change is None or updates a step that does not exist.
     """
     if change is None:
         return plan
-    kind, target, answer = change.split("|")
+    kind, subject, answer = change.split("|")
     if kind == "add":
-        return (*plan, PlanStep(question=target, answer=answer))
-    updated_number = int(target.removeprefix("t"))
+        return (*plan, PlanStep(question=subject, answer=answer))
+    updated_number = int(subject.removeprefix("t"))
     steps = []
     for number, step in enumerate(plan, start=1):
         steps.append(replace(step, answer=answer) if number == updated_number else step)

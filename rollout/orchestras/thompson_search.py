@@ -63,7 +63,9 @@ class SearchNode:
     score: float = 0.0
     children: list[SearchNode] = field(default_factory=list)
     scores_below_children: list[float] = field(default_factory=list)  # those of CONT
-    subtree_scores: list[float] = field(default_factory=list)  # of the node and all nodes below it
+    subtree_scores: list[float] = field(
+        default_factory=list
+    )  # of the node and all nodes below it; the root has none
 
 
 class TreeSearch:
@@ -95,13 +97,15 @@ class TreeSearch:
         return node, self._highest_draw(self.scores, random)
 
     def add(self, parent: SearchNode, agent: str, score: float) -> SearchNode:
-        """Add and return the child that `agent` made; add its score to the posteriors above it."""
+        """Add and return the child that `agent` made; count its score for the agent and for the nodes above."""
         index = len(parent.children)
         name = f"{parent.name}.{index}" if parent.name else str(index)
         node = SearchNode(name=name, parent=parent, score=score, subtree_scores=[score])
         self.scores[agent].append(score)
         parent.children.append(node)
 
+        # The new node is below `ancestor`, a child of `ancestor.parent`: its score counts in the subtree of the
+        # one, and in CONT of the other.
         ancestor = parent
         while ancestor.parent is not None:
             ancestor.subtree_scores.append(score)
