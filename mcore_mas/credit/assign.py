@@ -78,7 +78,7 @@ def _node_columns(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
 
 def columns(samples: Sequence[Sample]) -> Turns:
     """Convert samples to the columns that the estimators read, in the same order."""
-    has_trees = any(sample.node for sample in samples)
+    has_branches = any(sample.node for sample in samples)
     penalties = None
     if any(sample.penalties is not None for sample in samples):
         penalties = _token_column(
@@ -89,8 +89,8 @@ def columns(samples: Sequence[Sample]) -> Turns:
         rewards=torch.tensor(rewards, dtype=torch.float64),
         keys=_key_columns(samples),
         lengths=torch.tensor([sample.trained_tokens for sample in samples]),
-        # The rounds of a tree do not follow one another in time.
-        step_rewards=None if has_trees else _step_rewards(samples),
+        # The rounds of a tree, and those of alternatives, do not follow one another in time.
+        step_rewards=None if has_branches else _step_rewards(samples),
         greedy_rewards=_score_column(samples, "greedy"),
         penalties=penalties,
         values=_token_column([sample.values for sample in samples]),
@@ -149,8 +149,8 @@ def apply_estimators(
 ) -> Iterator[AppliedEstimator]:
     """Yield the result of each distinct estimator of the samples' agents.
 
-    Arguments and errors are those of `add_advantages`. An estimator in AGENT_LOCAL_ESTIMATORS is left
-    out if no token of its agents carries loss.
+    Arguments and errors are those of `add_advantages`. An estimator in AGENT_LOCAL_ESTIMATORS sees
+    only those turns of its agents in which a token carries loss, and is left out if there are none.
     """
     for estimator in _distinct_estimators(samples, estimators):
         indices = compared_indices(samples, estimator.name)

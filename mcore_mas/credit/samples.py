@@ -27,7 +27,8 @@ class Sample:
     Attributes:
         policy, agent, task, trajectory, turn: origin of the turn.
         round: number of the turn's round, as in `Turn`.
-        node: branch numbers from the root, joined by "."; "" outside tree sampling.
+        node: branch numbers from the root of a tree, joined by "."; "1", "2" and so on for alternatives;
+            "" for other turns.
         state: digest of the environment's description of its present state, without history; or of the
             agent's prompt if the environment describes no state.
         version: oldest version of the weights that sampled any token.
@@ -54,7 +55,7 @@ class Sample:
         penalties: [C] subtracted from the reward token by token.
         values: [C] the critic's value before each token.
         returns: [C] the critic's targets.
-        advantages: [C]; () if all tokens of the reply are masked.
+        advantages: [C]; () or None if all tokens of the reply are masked.
         routing: [P + C - 1, ...] experts that the sampler chose, as in `Completion`.
         grammar: grammar that constrained the sampling, as in `Sampling`.
     """
@@ -284,14 +285,15 @@ def weigh(
 ) -> list[Sample]:
     """Set `weight` of each sample: the factor of its token losses in an update of its policy.
 
-    The weight is divided by the denominator of the aggregation, so the update's loss is the sum over all tokens.
+    The weight includes the division by the aggregation's denominator, so the update's loss is the sum of weight times
+    token loss over all tokens.
     Agents with loss weight 0 are frozen: their samples are dropped, and do not count in the denominator.
 
     Args:
         samples: samples of one policy.
         loss_weights: loss weight of each agent.
         aggregation: name in `AGGREGATIONS`.
-        norm: constant length for aggregations that divide by one, in tokens.
+        norm: the constant length, in tokens, by which some aggregations divide; None for the others.
     """
     trained = [sample for sample in samples if loss_weights[sample.agent]]
     if not trained:

@@ -97,7 +97,7 @@ class CreditWatch:
 
     @property
     def has_just_collapsed(self) -> bool:
-        """True in the step after which a warning about steps without an advantage is due."""
+        """True if the step checked last is the one at which a warning about steps without an advantage is due."""
         return self._steps_since_signal == _STEPS_OF_COLLAPSE
 
     def collapse_warning(self) -> str:
@@ -175,19 +175,20 @@ class CreditWatch:
         )
 
     def share_warning(self, watch: WatchConfig, shares: Mapping[str, float]) -> str:
-        """Return a warning if an agent has had nearly the whole gradient of its policy for some steps, or "".
+        """Return a warning if an agent has had nearly the whole gradient of a shared policy for some steps, or "".
 
         An agent is reported once, when its share has first been too large in `watch.steps` steps in a
         row.
 
         Args:
             watch: bounds of the share and of the number of steps.
-            shares: share of each agent in the gradient of its policy in this step. The count of an
-                agent without a share stays as it is.
+            shares: share of each agent in the gradient of its policy in this step. Agents that share
+                their policy with no other, and those whose policy was not updated, are absent; their
+                counts stay as they are.
         """
         if watch.share is None:
             return ""
-        dominant = []
+        dominant = []  # usually one agent; several have different policies
         for agent, share in shares.items():
             steps = self._steps_with_large_share[agent]
             if steps >= watch.steps:
