@@ -38,10 +38,12 @@ def page(tmp_path: Path) -> Path:
     write_small_run(tmp_path / "b", {"t": 1.0}, seed=2)
     write_tasks(first / "tasks" / "test.parquet", [WALK, replace(WALK, id="far")])
     for state, text, outcome in (("base", "I rest.", 0.0), ("trained", "I see.\n#### R R", 1.0)):
+        walked = turn(0, text=text, scores={"team": outcome})
+        lost = turn(0, text=HOSTILE, scores={"team": 0.0})
         played = [
             failed(turn(0)),
-            trajectory(turn(0, text=text), task_id="walk", outcome=outcome),
-            trajectory(turn(0, text=HOSTILE), task_id="far", outcome=0.0),
+            trajectory(walked, task_id="walk", outcome=outcome),
+            trajectory(lost, task_id="far", outcome=0.0),
         ]
         write_trajectories(first / "evaluation" / state / "part_000000.parquet", played)
     (first / "benchmarks").mkdir()
