@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.converse import converse
 from mcore_mas.evaluation.evaluate import EvaluationError, evaluate
@@ -134,8 +135,18 @@ def test_turns_of_trained_models_have_the_step_of_their_weights(
 
 def test_a_chat_with_coders_completes_without_tests(tmp_path: Path) -> None:
     """The random model writes no program, so the reviewer is asked after the first reply."""
-    run = make_run(tmp_path, "data.test=1", experiment="demo_coder")
-    [chat] = converse(RunConfig.load(run / "config.yaml"), "base", ["Print 3+4."])
+    model = (
+        make_run(tmp_path) / "base"
+    )  # of another demo, because that of the coders takes longer to make
+    settings = [
+        "experiment=demo_coder",
+        f"results={tmp_path}",
+        f"policies.shared.model={model}",
+        "agents.coder.max_tokens=8",
+        "agents.reviewer.max_tokens=8",
+    ]
+    config = RunConfig.from_values(resolve(settings), "demo_coder")
+    [chat] = converse(config, "base", ["Print 3+4."])
     assert chat.error == ""
     assert {turn.agent for turn in chat.turns} == {"coder", "reviewer"}
 

@@ -413,7 +413,6 @@ def test_the_chosen_step_stays_in_both_lists_when_a_step_ends(
         write_trajectories(file, [one_turn(1, "solver")])
 
     end_step(3)
-    page.until("byId('file').length === 2", seconds=20)
     end_step(4)
     page.until("byId('file').length === 3", seconds=20)
     chosen = "train/trajectories/step_000003.parquet"
