@@ -4,7 +4,10 @@ invalid          penalty of a malformed reply (Dr.MAS; UnityMAS-O's format rewar
 overlong         penalty of a reply near its token limit (DAPO)
 mask_truncated   mask of a reply that was cut off, which then does not train (DAPO)
 
-`invalid` and `overlong` have the option `coef`, the size of the penalty; their functions describe the others.
+Each function describes its own options. Two of them share this one:
+
+Options:
+    coef: size of the penalty of `invalid` or `overlong`.
 """
 
 import math
