@@ -100,10 +100,9 @@ def training_costs(run: Path) -> dict[str, float]:
 def sampled_tokens(metrics: Metrics) -> float:
     """Return the number of tokens that a training sampled, including those of replays.
 
-    A replay plays a trajectory again from one turn on, with another sampled reply or an empty one in
-    place of that turn's. The
-    tokens that it samples after this reply are counted by `rollout/replayed_tokens`, not by
-    `rollout/tokens`.
+    A replay plays a trajectory again from one turn on, with another sampled reply or an empty one
+    in place of that turn's. The tokens that it samples after this reply are counted by
+    `rollout/replayed_tokens`, not by `rollout/tokens`.
 
     Args:
         metrics: rows of the training steps.

@@ -124,9 +124,8 @@ def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
 def _replay_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Return the number of alternative replies, and of the tokens of their replays; {} without replays.
 
-    A replay plays a trajectory again from one turn on, with another sampled reply or an empty one in
-    place of that turn's. The
-    tokens are those that it sampled after this reply.
+    A replay plays a trajectory again from one turn on, with another sampled reply or an empty one
+    in place of that turn's. The tokens are those that it sampled after this reply.
     """
     scores = [turn.scores for trajectory in trajectories for turn in trajectory.turns]
     alternatives = sum(REPLAY_OUTCOME in turn_scores for turn_scores in scores)
