@@ -16,7 +16,7 @@ from mcore_mas.cli.arguments import (
     UsageError,
     output_file,
 )
-from mcore_mas.runtime.stop_signal import ignore_stop_signals, stop_at_start
+from mcore_mas.runtime.stop_signal import ignore_stop_signals, raise_on_stop_signals
 
 pipeline_commands = typer.Typer()
 PIPELINE_PANEL = "Train and evaluate"
@@ -194,18 +194,22 @@ def train_run(
     address: Annotated[
         str | None, typer.Option(help="Address of a running Ray, in place of cluster.address.")
     ] = None,
-    adopt: Annotated[
+    fork: Annotated[
         bool,
-        typer.Option("--adopt", help="Fork a run whose settings or code have changed."),
+        typer.Option(
+            "--fork",
+            help="If the recipe, an input or the code has changed since the newest checkpoint, continue "
+            "from that checkpoint all the same; the run as it was is kept in train.1 (train.2, ...).",
+        ),
     ] = False,
 ) -> None:
     """Train one run, from its newest checkpoint if it has one."""
-    stop_at_start()
+    raise_on_stop_signals()
     from mcore_mas.runtime.joblog import logged_cause
     from mcore_mas.training.train import train
 
     with logged_cause(config_file.parent):
-        train(config_file, address, adopt=adopt)
+        train(config_file, address, fork=fork)
     ignore_stop_signals()  # the run has finished
 
 
@@ -251,7 +255,7 @@ def evaluate_run(
 
     If the team plays a zero-sum game, metrics of its strategy are printed too.
     """
-    stop_at_start()
+    raise_on_stop_signals()
     from mcore_mas.config.run import RunConfig
     from mcore_mas.evaluation.evaluate import evaluate
     from mcore_mas.evaluation.measure import describe_scores
@@ -313,7 +317,7 @@ def distill_team(
     batch: Annotated[int, typer.Option(min=1, help="Replies per update.")] = 64,
 ) -> None:
     """Distil a trained team into one model that answers in one call, and compare the two."""
-    stop_at_start()
+    raise_on_stop_signals()
     from mcore_mas.pipeline.distill import DistillSettings, describe, distill
 
     settings = DistillSettings(

@@ -134,7 +134,7 @@ def recipe_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
     difference = describe_differences(manifest, identity)
     if not difference:
         return ""
-    return f"trained with {difference}; fork it with --adopt (trainer.resume=changed), or name the run anew"
+    return f"trained with {difference}; fork it with --fork (trainer.resume=changed), or name the run anew"
 
 
 def _check_files(folder: Path, manifest: Mapping[str, Any]) -> str:

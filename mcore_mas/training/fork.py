@@ -26,7 +26,7 @@ def fork_if_changed(
     steps: int,
     note: Callable[[str], None],
 ) -> Checkpoint:
-    """Fork a run if its newest checkpoint is of another recipe or of other inputs.
+    """Fork a run if its newest checkpoint was trained with another recipe or other inputs than now.
 
     The run as it was is kept in train.1 (train.2, ...). If the process is killed at any point,
     nothing of it is lost, and the same command forks it again.
@@ -39,8 +39,7 @@ def fork_if_changed(
         note: called with one line if the run is forked.
 
     Returns:
-        The checkpoint to continue from; `newest` itself if its recipe and inputs are those of the
-        run.
+        The checkpoint to continue from; `newest` itself if its recipe and inputs have not changed.
 
     Raises:
         CheckpointError: the fork would train nothing, and the models of the old recipe would be

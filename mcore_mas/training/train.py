@@ -71,7 +71,7 @@ def train(
     config_path: Path,
     address: str | None = None,
     *,
-    adopt: bool = False,
+    fork: bool = False,
     after_step: AfterStep | None = None,
     stop: StopSignal | None = None,
 ) -> None:
@@ -83,7 +83,7 @@ def train(
     Args:
         config_path: file config.yaml of the run.
         address: address of a running Ray to join; None: `cluster.address` of the config.
-        adopt: fork a run of another recipe, other inputs or other code (see `fork_if_changed`), as
+        fork: fork a run of another recipe, other inputs or other code (see `fork_if_changed`), as
             with `trainer.resume: changed`.
         after_step: called after every step; training stops with a checkpoint if it returns False.
         stop: request to stop; None: signals stop the run, or only `after_step` if there is one.
@@ -96,7 +96,7 @@ def train(
     """
     forget_restarts()
     config = RunConfig.load(config_path)
-    if adopt:
+    if fork:
         trainer = config.trainer.model_copy(update={"resume": "changed"})
         config = config.model_copy(update={"trainer": trainer})
     address = address or config.cluster.address

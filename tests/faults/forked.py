@@ -175,4 +175,4 @@ def _varies(key: str, fields: dict[str, object]) -> bool:
 
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as here, training_here(here):
-        train.train(Path(sys.argv[1]), adopt="--adopt" in sys.argv[2:])
+        train.train(Path(sys.argv[1]), fork="--fork" in sys.argv[2:])

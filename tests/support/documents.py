@@ -116,7 +116,7 @@ RUN_BY: dict[str, Runner] = {
     r"cd my_team|rm -r results|sinfo .*|job=.*|tail -n .*": _WALK,
     r"mcore-mas (check|run) my_team\.yaml.*|mcore-mas (show|export) results/my_team[ /].*": _WALK,
     r"cat results/tables/my_team\.md": _WALK,
-    r"mcore-mas train results/demo_math --adopt": Runner(
+    r"mcore-mas train results/demo_math --fork": Runner(
         "unit/training/test_fork.py", "needs a run with another recipe"
     ),
     r"mcore-mas run my_suite\.yaml -n": Runner(

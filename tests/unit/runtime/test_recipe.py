@@ -30,7 +30,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
         open_checkpoints({"advantage.name": "grpo", "seed": 2}).recover_newest(silent)
     assert str(refused.value) == (
         f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says '
-        '"grpo"; seed=1, and the config says 2; fork it with --adopt (trainer.resume=changed), or '
+        '"grpo"; seed=1, and the config says 2; fork it with --fork (trainer.resume=changed), or '
         f"name the run anew, or move {tmp_path} away to start over"
     )
     message = r"trained with seed=1, and the config says \(default\); fork it"

@@ -1,4 +1,4 @@
-"""Fork of a run (`--adopt`): the run as it was is kept, and the new recipe goes on."""
+"""Fork of a run (`--fork`): the run as it was is kept, and the new recipe goes on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     }
 
 
-def adopt(folder: Path, seed: int, steps: int = 9) -> tuple[Checkpoint, list[str]]:
+def fork(folder: Path, seed: int, steps: int = 9) -> tuple[Checkpoint, list[str]]:
     """Continue a run with a seed; return the checkpoint to continue from and the noted lines."""
     notes: list[str] = []
     with owned(folder):
@@ -61,7 +61,7 @@ def adopt(folder: Path, seed: int, steps: int = 9) -> tuple[Checkpoint, list[str
 def test_a_run_of_the_same_recipe_is_not_forked(tmp_path: Path) -> None:
     folder = make_train_folder(tmp_path)
     before = contents(folder)
-    checkpoint, notes = adopt(folder, 1)
+    checkpoint, notes = fork(folder, 1)
     assert checkpoint.step == 5
     assert notes == []
     assert contents(folder) == before
@@ -73,7 +73,7 @@ def test_a_fork_that_would_train_nothing_is_refused(tmp_path: Path) -> None:
     before = contents(folder)
     message = r"seed=1, and the config says 2; trainer.steps is 5, so that a fork would"
     with pytest.raises(CheckpointError, match=message):
-        adopt(folder, 2, steps=5)
+        fork(folder, 2, steps=5)
     assert contents(folder) == before
     assert names(tmp_path / "r") == ["train"]
 
@@ -81,7 +81,7 @@ def test_a_fork_that_would_train_nothing_is_refused(tmp_path: Path) -> None:
 def test_run_and_fork_go_on_with_their_own_recipes(tmp_path: Path) -> None:
     folder = make_train_folder(tmp_path)
     before = contents(folder)
-    checkpoint, notes = adopt(folder, 2)
+    checkpoint, notes = fork(folder, 2)
     copy = tmp_path / "r" / "train.1"
     assert notes == [
         "forked at step 5: seed=1, and the config says 2; the run as it was is kept in " + str(copy)
@@ -106,11 +106,11 @@ def test_run_and_fork_go_on_with_their_own_recipes(tmp_path: Path) -> None:
     # each continues with its recipe, and is refused with the other
     assert open_with_seed(folder, 2).recover_newest(silent) is not None
     assert open_with_seed(copy, 1).recover_newest(silent) is not None
-    message = r"trained with seed=2, and the config says 1; fork it with --adopt"
+    message = r"trained with seed=2, and the config says 1; fork it with --fork"
     with pytest.raises(CheckpointError, match=message):
         open_with_seed(folder, 1).recover_newest(silent)
 
-    _, notes = adopt(folder, 3)
+    _, notes = fork(folder, 3)
     assert notes[0].endswith(f"kept in {tmp_path / 'r' / 'train.2'}")
 
 
@@ -122,10 +122,10 @@ def test_a_fork_that_is_killed_loses_nothing_and_is_made_again(
 ) -> None:
     folder = make_train_folder(tmp_path)
     before = contents(folder)
-    status = forked(lambda: adopt(folder, 2), tmp_path / "log", f"{failpoint}=kill")
+    status = forked(lambda: fork(folder, 2), tmp_path / "log", f"{failpoint}=kill")
     assert status == -signal.SIGKILL
     assert contents(folder) == before
-    adopt(folder, 2)
+    fork(folder, 2)
     newest_copy = max((tmp_path / "r").glob("train.*"))
     assert contents(newest_copy) == before
 
@@ -136,16 +136,16 @@ def test_a_fork_that_is_killed_before_its_checkpoint_is_rewritten_is_made_again(
     folder = make_train_folder(tmp_path)
     before = contents(folder)
     failpoint = "file.written:manifest.json=kill"
-    status = forked(lambda: adopt(folder, 2), tmp_path / "log", failpoint)
+    status = forked(lambda: fork(folder, 2), tmp_path / "log", failpoint)
     assert status == -signal.SIGKILL
     assert contents(tmp_path / "r" / "train.1") == before
-    _, notes = adopt(folder, 2)
+    _, notes = fork(folder, 2)
     assert notes[0].endswith("train.2")
     assert open_with_seed(folder, 2).recover_newest(silent) is not None
 
 
 @pytest.mark.slow
-def test_a_run_of_another_recipe_is_refused_and_forked_with_adopt(tmp_path: Path) -> None:
+def test_a_run_of_another_recipe_is_refused_and_continued_with_fork(tmp_path: Path) -> None:
     """Two steps with one seed, two more with another; both folders have files of the first two."""
     run = run_folder(tmp_path)
     config = run / "config.yaml"
@@ -164,11 +164,11 @@ def test_a_run_of_another_recipe_is_refused_and_forked_with_adopt(tmp_path: Path
     edit_config(seed=2, steps=4)
     refused = train_in_process(config)
     assert refused.returncode == 1
-    message = "trained with seed=(default), and the config says 2; fork it with --adopt"
+    message = "trained with seed=(default), and the config says 2; fork it with --fork"
     assert message in refused.stderr
     assert contents(run / "train") == before
 
-    fork = train_in_process(config, "--adopt")
+    fork = train_in_process(config, "--fork")
     assert fork.returncode == 0, fork.stderr
     assert f"the run as it was is kept in {run / 'train.1'}" in fork.stderr
     assert contents(run / "train.1") == before
