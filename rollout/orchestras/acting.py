@@ -6,9 +6,9 @@ games.
 Args:
     max_turns: maximum number of steps of the environment; before each, every agent of the team is
         asked once.
-    tool: source of the actions in a reply of the agent `tool` or `player`: `actions`, the reply
-        itself lists them; `program`, the output of the program in the reply lists them (games, role
-        `game_coder`).
+    actions_from: place that lists the actions of the agent `tool` or `player`: `reply`, the agent's
+        reply; `program`, the output of the program in the reply, for an agent that writes programs,
+        such as role `game_coder`.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from rollout.records.trajectory import Task
 from rollout.teams.roles import AgentReply
 from rollout.teams.team import TeamSession
 
-ActionSource = Literal["actions", "program"]
+ActionsFrom = Literal["reply", "program"]
 
 
-async def _proposed_actions(source: ActionSource, reply: AgentReply, env: PlayedEnv) -> str:
+async def _proposed_actions(actions_from: ActionsFrom, reply: AgentReply, env: PlayedEnv) -> str:
     """Return the actions that a reply lists itself, or that the output of its program lists.
 
     The result is "" if the reply is malformed, or if its program fails or prints no actions.
     """
-    if source == "actions" or reply.value is None:
+    if actions_from == "reply" or reply.value is None:
         return reply.value or ""
     call = await env.run(reply.value)
     if call.failed:
@@ -46,7 +46,7 @@ async def game_team(
     *,
     max_turns: PositiveInt = 5,
     order: Literal["sequential", "simultaneous"] = "sequential",
-    tool: ActionSource = "actions",
+    actions_from: ActionsFrom = "reply",
 ) -> None:
     """Play one puzzle: before each step the agent `tool` proposes actions, and `planner` acts.
 
@@ -70,7 +70,7 @@ async def game_team(
 
     async def propose(slots: dict[str, str]) -> str:
         reply = await team.act("tool", **slots)
-        actions = await _proposed_actions(tool, reply, env)
+        actions = await _proposed_actions(actions_from, reply, env)
         preview = await env.preview(actions)
         # A tree selects its branch by this score, so it is recorded before another agent is asked.
         team.score(reply.turn, local=preview.reward)
@@ -100,11 +100,11 @@ async def single(
     env: PlayedEnv,
     *,
     max_turns: PositiveInt = 5,
-    tool: ActionSource = "actions",
+    actions_from: ActionsFrom = "reply",
 ) -> None:
     """Let the agent `player` act until the task ends, or for `max_turns` steps.
 
-    The environment is stepped with the parsed reply, or with "" if the reply is malformed.
+    The environment is stepped with the actions that the player lists, or with "" if there are none.
     Templates may use the slots `problem` (the result of `reset`), `state` (the last observation; at
     first the task's prompt) and `history` (every action with its observation).
     """
@@ -113,7 +113,7 @@ async def single(
     history = ""
     for _ in range(max_turns):
         reply = await team.act("player", problem=problem, state=state, history=history)
-        action = await _proposed_actions(tool, reply, env)
+        action = await _proposed_actions(actions_from, reply, env)
         step = await env.step(action)
         if step.done:
             return

@@ -167,7 +167,7 @@ WRONG = [
     (GAME, "orchestra.options.max_turns", -3, "greater than 0 (got -3)"),
     (GAME, "orchestra.options.max_turns", 2.5, f"{INTEGER} (got 2.5)"),
     (GAME, "orchestra.options.order", "random", "Input should be 'sequential' or 'simultaneous'"),
-    (GAME, "orchestra.options.tool", "magic", "Input should be 'actions' or 'program'"),
+    (GAME, "orchestra.options.actions_from", "magic", "Input should be 'reply' or 'program'"),
     (
         MATH,
         "orchestra",

@@ -46,7 +46,7 @@ DRMAS_SEARCH = {
     "evaluation.top_p": 0.95,
 }
 AT_GRPO = {
-    "orchestra.options.tool": "program",
+    "orchestra.options.actions_from": "program",
     "agents.tool.role": "game_coder",
     "advantage.name": "at_grpo",
     "trainer.steps": 200,
@@ -165,7 +165,7 @@ PAPERS = {
     "strongermas_t3_tool_alone": {"agents.player.role": "game_tool", "orchestra.name": "single"},
     "strongermas_t3_code_alone": {
         "agents.player.role": "game_coder",
-        "orchestra": {"name": "single", "options": {"max_turns": 5, "tool": "program"}},
+        "orchestra": {"name": "single", "options": {"max_turns": 5, "actions_from": "program"}},
         "advantage.name": "grpo",
     },
     "strongermas_t1_code_shared": STRONGER

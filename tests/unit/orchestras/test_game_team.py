@@ -320,7 +320,7 @@ def play_programs(
 ) -> tuple[Trajectory, list[str]]:
     """Play `game_team` with a tool agent that writes programs, of which the outputs are given."""
     roles = {**TEAM, "tool": puzzle_role("tool", "game_coder")}
-    orchestra = partial(game_team, tool="program")
+    orchestra = partial(game_team, actions_from="program")
     return play_puzzle(orchestra, roles, *replies, sandbox=Canned(outputs))
 
 
@@ -349,7 +349,7 @@ def test_a_single_agent_may_act_by_programs() -> None:
     step = "```python\nstep()\n```"
     silent = "```python\nsilent()\n```"
     trajectory, prompts = play_puzzle(
-        partial(single, tool="program"),
+        partial(single, actions_from="program"),
         {"player": puzzle_role("player", "game_coder")},
         step,
         silent,

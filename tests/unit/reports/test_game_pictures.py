@@ -189,7 +189,7 @@ def test_a_program_acts_by_its_output() -> None:
     replies = [f"```python\n{program}\n```" for program in ("walk()", "lost()", "walk()")]
     engine = ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0))
     team = make_team(engine, {"player": "game_coder"})
-    orchestra = partial(ORCHESTRAS["single"], tool="program")
+    orchestra = partial(ORCHESTRAS["single"], actions_from="program")
     make_env = partial(ENVS["plan_path"], sandbox=Canned({"walk()": "**Actions List**: R"}))
     [group] = asyncio.run(collect([WALK], team, make_env, orchestra, group_size=1, seed=1, step=0))
     trajectory = group.trajectories[0]
