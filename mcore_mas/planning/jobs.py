@@ -96,7 +96,8 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     Args:
         config: config of the run.
         stage: "index", "cold_start", "train" or "evaluate".
-        node_gpus: number of GPUs of one machine. A training that needs more gets whole machines.
+        node_gpus: number of GPUs of one machine. A training that needs more gets whole machines, and
+            so does its evaluation if all engines are SGLang servers.
     """
     if stage == "index":
         return _index_job_needs(config)
@@ -111,9 +112,9 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
             return _evaluation_on_nodes(config, nodes, node_gpus)
         gpus = _evaluation_gpus(config, node_gpus) if device_type == "GPU" else 0
         processes = max(len(evaluated_policies(config)), gpus)
-    else:
+    else:  # a cold start: one process, with the memory of two, because it trains and samples
         gpus = 1 if device_type == "GPU" else 0
-        processes = 2 * len(config.policies)
+        processes = 2
     return _needs_of_one_node(
         config,
         device_type,
@@ -397,7 +398,8 @@ def _cpu_engine_bytes(
 ) -> float:
     """Return the memory of an embedded engine on a CPU, all replicas together.
 
-    Each has its weights a second time, in the blocks or the type in which it multiplies.
+    The replicas share the float32 weights. Each also has a KV cache in float32 and a copy of the
+    weights in oneDNN's blocks, in bfloat16 if the policy has `bf16`, and else in float32.
     """
     engine = for_policy(config, policy).engine
     if engine.name != "embedded":

@@ -104,7 +104,7 @@ def test_each_job_requests_the_resources_of_its_plan(
         if "cpus_per_task" in resources
     }
     assert requests == {
-        "bootstrap cpus": ("1", "1", None, "5", "120"),
+        "bootstrap cpus": ("1", "1", None, "3", "120"),
         "train cpus": ("1", "1", None, "6", "1440"),
         "train gpus": ("1", "1", "gpu:5", "12", "1440"),
         "train wide": ("2", "2", "gpu:8", "20", "1440"),  # 12 GPUs are two whole nodes
@@ -117,7 +117,7 @@ def test_each_job_requests_the_resources_of_its_plan(
     }
 
     memory_mb = {job: int(resources["mem_mb"]) for job, resources in jobs.items()}
-    assert memory_mb["bootstrap cpus"] == 700 + 4 * 600
+    assert memory_mb["bootstrap cpus"] == 700 + 2 * 600
     assert memory_mb["train cpus"] == 700 + 5 * 600 + 1000
     assert memory_mb["evaluate cpus base"] == 700 + 2 * 600
     assert memory_mb["evaluate gpus base"] == 16_000 + 4 * 6_000
