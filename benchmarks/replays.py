@@ -1,4 +1,6 @@
-"""Tokens that the engine computes for a replayed alternative of `c3`, against those of a whole trajectory.
+"""Tokens that the engine computes for a replay of the estimator `c3`, against those of a whole trajectory.
+
+A replay samples an alternative to a turn's reply, and plays the trajectory on to its end.
 
 Four agents speak one after the other, and each reads all earlier replies, so that an alternative
 changes every later prompt. Computed tokens are sampled tokens, and prompt tokens that are not in
@@ -51,9 +53,6 @@ GOAL = 0.5
 
 class Letters:
     """Environment that pays the share of vowels in the answer."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
 
     def reset(self, task: Task) -> str:
         return task.prompt
@@ -121,7 +120,7 @@ def measure(model: Path, replays: ReplayPlan | None) -> Work:
     ]
     collector = Collector(
         team=Team(agents, {"shared": client}),
-        make_env=Letters,
+        make_env=lambda task: Letters(),
         orchestra=chain,
         seed=1,
         step=0,

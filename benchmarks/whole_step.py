@@ -104,7 +104,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model and prompts in a temporary folder."""
+    """A model in a temporary folder, and prompts for it."""
 
     folder: Path
     shape: Shape

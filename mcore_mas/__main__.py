@@ -2,7 +2,7 @@
 
 import sys
 
-from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals, stop_at_start
+from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals, raise_on_stop_signals
 from rollout.base.terminal import say
 
 _STOPPABLE = {"train", "evaluate"}  # commands that save their state when they are stopped
@@ -12,7 +12,7 @@ def main() -> None:
     """Run a command; those in `_STOPPABLE` handle stop signals already during the slow imports."""
     try:
         if not _STOPPABLE.isdisjoint(sys.argv):
-            stop_at_start()
+            raise_on_stop_signals()
         from mcore_mas.cli.main import main as run
 
         run()

@@ -211,8 +211,8 @@ class Batcher:
                 self._to_search.append((key, vector_of_query[key[0]]))
             self._has_work_to_search.set()
             if len(self._to_search) > self.max_batch:
-                # Encode no more until these are searched, so that a new query waits for at most one
-                # full batch.
+                # Encode no more until a search has taken a batch of these, so that only about one full
+                # batch waits.
                 self._may_encode.clear()
 
     async def _search_batches(self, thread: ThreadPoolExecutor) -> None:

@@ -218,7 +218,8 @@ def build_index(
         lexical_sha256=bm25_sha256(out),
     )
     write_manifest(out, manifest)
-    if shards == 1:  # several shards are files of other jobs, which still need them
+    # Several shards were written by other jobs, and Snakemake deletes them.
+    if shards == 1:
         shutil.rmtree(out / "shards", ignore_errors=True)
     return manifest
 

@@ -93,10 +93,10 @@ class _LoopState:
 class RetrievalClient:
     """Asynchronous client of one or several retrieval servers over the same index.
 
-    Searches that start in the same iteration of the event loop share a POST. Requests go to the
+    Searches with the same k that start in the same iteration of the event loop share a POST. Requests go to the
     servers in turn. A request without a usable answer is sent again, to the next server, until
     `timeout_s` has passed. If no server answers /health, all requests wait up to `patience_s` for
-    one, and a single warning is logged.
+    one; a warning is logged when the wait begins, and another when a server answers again.
 
     A client may be used from one event loop after another, such as one `asyncio.run` per training
     step, but not from two at once.
@@ -120,7 +120,8 @@ class RetrievalClient:
         Args:
             urls: base URLs of the servers.
             timeout_s: deadline of one request including its repetitions. Time without any server does
-                not count, nor does time in which MAX_CONNECTIONS others are under way at its server.
+                not count, nor does the wait for a connection while MAX_CONNECTIONS other requests are
+                under way at the same server.
             patience_s: time to wait for a server when none answers.
             token_file: file with the bearer token of the servers, if they have one.
             revive: called repeatedly while no server answers; it may restart one.

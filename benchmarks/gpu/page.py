@@ -249,8 +249,8 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
 class HandOver:
     """Estimate of sending bfloat16 weights from `tp` trainer ranks to a server's ranks by CUDA IPC.
 
-    Every rank gathers the full tensors and copies them into a bucket, and the server's rank on its
-    GPU copies its own part. Bandwidths and the time of a request are assumed.
+    Every rank gathers the full tensors and copies them into a bucket, and the server's rank on
+    the same GPU copies its part out of it. Bandwidths and the time of a request are assumed.
     """
 
     model: str
@@ -258,7 +258,7 @@ class HandOver:
 
     @property
     def size(self) -> int:
-        """Bytes that each rank sends."""
+        """Bytes of the full tensors, all of which each rank copies into its buckets."""
         return 2 * count_parameters(planned_architecture(self.model))
 
     @property

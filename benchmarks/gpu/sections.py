@@ -139,7 +139,7 @@ def _measure_update(folder: Path, case: dict[str, Any]) -> None:
 def transformer_engine(tiny: bool) -> None:
     """Measure updates with the layers of Transformer Engine, in bfloat16 and in FP8.
 
-    `updates` measures them with Megatron's layers. A CPU has no FP8.
+    The section `updates` measures the same cases with Megatron's own layers. A CPU has no FP8.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         say(skipped="no Transformer Engine here (requirements/transformer_engine.sh)")

@@ -1,4 +1,4 @@
-"""Writer of docs/catalogue.md: every shipped team, from the registries and configs."""
+"""Writer of docs/catalogue.md: every orchestra with the team of the same name, from the registries and configs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pages() -> dict[Path, str]:
 
 
 def _team(name: str) -> dict[str, Any]:
-    """Return the values of the section about the team in configs/team/`name`.yaml."""
+    """Return the values of the section about an orchestra and the team of the same name."""
     text = (CONFIGS / "team" / f"{name}.yaml").read_text(encoding="utf-8")
     team = yaml.safe_load(text)
     lines_after_schema = text.splitlines()[1:]
@@ -39,6 +39,7 @@ def _team(name: str) -> dict[str, Any]:
     roles = {}
     for agent, section in team["agents"].items():
         roles[agent] = ROLES[str(section.get("role") or agent)]
+    # The docstring of a role's parser describes a well-formed reply.
     agents = [(agent, role.name, _summary(role.parse)) for agent, role in roles.items()]
     penalties = [
         (penalty, _summary(PENALTIES[penalty])) for penalty in team["reward"].get("penalties", {})

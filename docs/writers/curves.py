@@ -1,4 +1,4 @@
-"""Writer of the README's picture: reward and validation accuracy of the demo's two runs, by training step."""
+"""Writer of the README's picture: reward, outcome and validation accuracy of the demo's two runs, by training step."""
 
 from __future__ import annotations
 

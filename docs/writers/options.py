@@ -40,7 +40,7 @@ _REGISTRIES = {
 
 
 def pages() -> dict[Path, str]:
-    """Return the text of the page, a table for each registry, and the schemas by their files."""
+    """Return the text of docs/options.md and the editors' schemas, each by its file."""
     tables = []
     for title, (keys, registry) in _REGISTRIES.items():
         options = {

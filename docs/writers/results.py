@@ -31,26 +31,26 @@ def pages(*tables: Path, readme: Path = ROOT / "README.md") -> dict[Path, str]:
         raise TableError(f"{missing}; name tables, and a page with a line {BEGIN} and a line {END}")
     text = readme.read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN)
-    before, end, tail = rest.partition(END)
+    old_block, end, tail = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in tail:
         raise TableError(
             f"{readme}: expected one {BEGIN} and, after it, one {END}; put each on a line of its own"
         )
-    return {readme: f"{head}{BEGIN}\n{results_block(tables, before)}\n{END}{tail}"}
+    return {readme: f"{head}{BEGIN}\n{results_block(tables, old_block)}\n{END}{tail}"}
 
 
-def results_block(tables: Sequence[Path], before: str = "") -> str:
+def results_block(tables: Sequence[Path], old_block: str = "") -> str:
     """Return a Markdown table with a row per experiment, and a note that explains its columns.
 
     Args:
         tables: CSV files of scores, in the order of their rows.
-        before: an earlier block; its rows of other tables follow.
+        old_block: an earlier block; its rows of other tables follow.
     """
     rows: list[dict[str, object]] = []
     for table in tables:
         rows.extend({"suite": table.stem, **row} for row in result_rows(table))
     new_suites = {table.stem for table in tables}
-    for earlier in _rows_of(before):
+    for earlier in _rows_of(old_block):
         if earlier.get("suite") and earlier["suite"] not in new_suites:
             rows.append(dict(earlier))
 

@@ -44,7 +44,7 @@ _INTERPOLATED = {
 
 
 def editor_schemas() -> dict[str, EditorSchema]:
-    """Return the schema of whole runs and of each section that has a group, by the name of its file."""
+    """Return the schemas by file stem: "run", and one for each config group that sets one section."""
     groups = {group: {"$ref": f"run.json#/$defs/{section}"} for group, section in SECTIONS.items()}
     return {"run": run_schema(), **groups}
 

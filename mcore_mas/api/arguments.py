@@ -122,7 +122,7 @@ class Settings:
 
 
 def check_given(name: str, value: Any) -> None:
-    """Raise ArgumentError if a required argument of `Run` is missing, or empty."""
+    """Raise ArgumentError if a required argument of `Run` is None, or an empty string or mapping."""
     if value is None or (isinstance(value, str | Mapping) and not value):
         raise ArgumentError(f"{name} is missing; `help(mm.Run)` says what it may be")
 
@@ -164,7 +164,11 @@ def read_settings(arguments: Mapping[str, Any]) -> Settings:
 
 
 def _expected_setting(key: str) -> str:
-    """Describe how to write a key of a nested section; for others name a similar setting, or list all."""
+    """Return the end of the error about an unknown setting, such as "write lr=...".
+
+    It names the setting that another library's name stands for, or the section in which the key must be
+    written; or else similar settings, or all settings.
+    """
     if key in _ARGUMENT_SYNONYMS:
         return f"write {_ARGUMENT_SYNONYMS[key]}=..."
     key = KEY_SYNONYMS.get(key, key)

@@ -100,11 +100,11 @@ class TrainingThread:
         """Wait for the end of the thread, also if `close` or `interrupt` has stopped waiting for it."""
         self._thread.join()
 
-    def _report_stop(self, line: str) -> None:
-        """Print once where the training has stopped."""
+    def _report_stop(self, last_line: str) -> None:
+        """Print the last line of the training, "stopped by ... after step N", unless it was printed before."""
         if not self._has_reported_stop:
             self._has_reported_stop = True
-            say(f"{self._folder}: {line}")
+            say(f"{self._folder}: {last_line}")
 
     def _print_errors(self) -> None:
         """Print the errors that `next` has not raised; the following call of `next` returns None."""
@@ -162,7 +162,8 @@ def wait_for_stop(thread: threading.Thread, stop: StopSignal) -> str:
     if not blocking_line:
         thread.join(ENDING_S)  # trackers and Ray
     if thread.is_alive():
-        # Without this, the helper process of ray_cleanup would report a killed training.
+        # The program may end before this thread does, and ray_cleanup's helper process would then report
+        # that the run was killed. Tell it now that the run was stopped.
         call_before_end()
     return blocking_line
 

@@ -126,6 +126,8 @@ def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
             raise ValueError(
                 f"{file} is named twice; name files that should have nothing in common"
             )
+        # The argument `split` is needed for rows without one. Its value does not matter here, because
+        # each file is compared as a split of its own.
         splits[name] = [
             located.task for located in read_task_file(file, format=format, split="train")
         ]

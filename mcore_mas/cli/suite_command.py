@@ -13,7 +13,7 @@ from typing import Any
 from mcore_mas.cli.arguments import UsageError, setting_hint, setting_names
 from mcore_mas.pipeline.suite import suite_values
 from mcore_mas.pipeline.suite_file import SNAKEFILE
-from mcore_mas.runtime.stop_signal import undo_stop_at_start
+from mcore_mas.runtime.stop_signal import undo_raise_on_stop_signals
 from rollout.base.hints import nearest_hint
 
 # Options of Snakemake whose values look like Hydra overrides: NAME=VALUE
@@ -75,7 +75,7 @@ def run_snakemake(arguments: Sequence[str]) -> None:
     """Run Snakemake in this process, which ends with it; another process would import everything again."""
     from snakemake.cli import main
 
-    undo_stop_at_start()
+    undo_raise_on_stop_signals()
     sys.argv = ["snakemake", *arguments]  # the Snakefile reads them
     main()
 

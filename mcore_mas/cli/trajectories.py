@@ -204,7 +204,7 @@ def replay_trajectory(
         ),
     ] = None,
 ) -> None:
-    """Replay a quarantined trajectory from its recorded replies.
+    """Replay a quarantined trajectory, which failed by a defect in code, from its recorded replies.
 
     The exit status is 1 if it fails again.
     """

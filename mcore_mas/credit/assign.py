@@ -122,9 +122,10 @@ def add_advantages(
 
     Args:
         samples: all turns of a step.
-        estimators: estimator of each agent; only the samples of its agents get its advantages. It
-            compares the turns of all agents, or, if it is in AGENT_LOCAL_ESTIMATORS, those of its
-            agents. Only the estimators in REPLAY_ESTIMATORS compare alternatives too.
+        estimators: estimator of each agent; several agents may have the same one. An estimator gives
+            advantages only to the turns of its own agents. It compares them with the turns of all
+            agents, or, if it is in AGENT_LOCAL_ESTIMATORS, only among themselves. Only the estimators
+            in REPLAY_ESTIMATORS compare alternatives too.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.

@@ -111,7 +111,10 @@ class Sample:
 
     @property
     def is_alternative(self) -> bool:
-        """True if the turn is an alternative, which the trajectory did not continue with."""
+        """True if the turn is an alternative reply, which the trajectory did not continue with.
+
+        Replays of the estimator C3 score alternatives to a turn's reply.
+        """
         return REPLAY_OUTCOME in self.scores
 
     @property
@@ -179,8 +182,8 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
 def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
     """Return the reward of each round: that of its environment steps, with penalties.
 
-    The `penalty` scores of the turns of a round are added to the reward of its steps, as in Dr. MAS's
-    GiGPO. The result ends before the first round without a step.
+    The turns' `penalty` scores, which are amounts to add, are added to the reward of their round, as in
+    Dr. MAS's GiGPO. The result ends before the first round without a step.
     """
     # The score "team" of every turn of a round is the sum of the rewards of the round's steps.
     rewards = {turn.round: turn.scores["team"] for turn in turns if "team" in turn.scores}

@@ -224,4 +224,4 @@ def _reason_without_signal(samples: Sequence[Sample], valid_share: float) -> str
         return (
             f"every reward of this step is {rewards.pop():g}; take harder tasks, or another reward"
         )
-    return "all turns that are compared got equal rewards; change tasks, reward or advantage"
+    return "turns that are compared with each other got equal rewards; change tasks, reward or advantage"

@@ -84,8 +84,8 @@ def relative(
     r is the score of the turn's vote; σ is 1 where the votes of a group do not differ.
 
     Args:
-        peers: turns that are compared: those of a "task"; of an "agent" on it; of an agent in a
-            "state", in the same turn.
+        peers: turns that are compared: those of the same "task"; of the same "agent" on it; or of
+            the same agent on it in the same "state", with the same turn index.
         vote: unit that counts once, with the mean of its turns among these peers: a "trajectory" or
             each "turn".
         baseline: "mean" μ; the mean of the "others"; or "second": the best vote gets its lead, all

@@ -28,7 +28,8 @@ def at_level(log_ratio: Tensor, sequences: Tensor, level: Level) -> Tensor:
     if level == "token":
         return log_ratio
     _, reply, size = torch.unique(sequences, return_inverse=True, return_counts=True)
-    # Sum in float64, so that the order of additions on a GPU does not change the result.
+    # A GPU adds in varying order. In float64 the difference is too small to survive the rounding to
+    # float32 below.
     total = torch.zeros(len(size), dtype=torch.float64, device=log_ratio.device)
     total = total.index_add(0, reply, log_ratio.double())
     if level == "geometric":

@@ -1,8 +1,9 @@
 """Token losses of a policy and of its critic, and their aggregation to the loss of an update.
 
-A policy loss maps a `TokenBatch` of N tokens, and the log-probabilities [N] of the old policy in the
-ratio, to (loss [N], statistics [N] by name). Statistics are averaged over all tokens; if the name
-ends in `_max` or `_min`, their maximum or minimum is taken. NaN marks tokens without the statistic.
+A policy loss maps a `TokenBatch` of N tokens, and their log-probabilities [N] under π_old, the
+denominator of the ratio π/π_old, to (loss [N], statistics [N] by name). Statistics are averaged over
+all tokens; if the name ends in `_max` or `_min`, their maximum or minimum is taken. NaN marks tokens
+without the statistic.
 
 The loss of an update is Σ_i Σ_t weight_i · loss_it over all tokens of all its samples. It therefore
 does not depend on the micro-batches or on the number of ranks. A sequence is a sample: one reply of
@@ -188,7 +189,7 @@ class Objective:
     correction_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, tokens: TokenBatch) -> tuple[Tensor, Statistics]:
-        """Compute the loss [N] of each token before token weights, and statistics [N] by name.
+        """Compute the loss [N] of each token, not yet multiplied by `token_weights`, and statistics [N].
 
         If a token has a KL coefficient and its reference is NaN, its loss is NaN.
 
@@ -248,8 +249,9 @@ class Objective:
 class ValueObjective:
     """Objective of a critic's update: L = ½ max((V − R)², (clip(V, V_old ± clip) − R)²), per token.
 
-    V is the value function, the expected return from a token on, and R the observed return. This is
-    PPO's value clipping (Schulman et al. 2017, arXiv 1707.06347, in the form of OpenAI baselines).
+    V is the value function, the expected return from a token on, and R its target: the observed
+    return, or the λ-return of `gae` if its `lam` is below 1. This is PPO's value clipping (Schulman et
+    al. 2017, arXiv 1707.06347, in the form of OpenAI baselines).
 
     Attributes:
         clip: clipping distance in units of reward; inf gives plain regression.
@@ -260,12 +262,12 @@ class ValueObjective:
     def __call__(
         self, values: Tensor, old_values: Tensor, returns: Tensor
     ) -> tuple[Tensor, Statistics]:
-        """Compute the loss [N] of each token before token weights, and statistics [N] by name.
+        """Compute the loss [N] of each token, not yet multiplied by `token_weights`, and statistics [N].
 
         Args:
             values: [N] of the critic being trained; carries the gradient.
             old_values: [N] of the critic at the start of the step.
-            returns: [N] targets.
+            returns: [N] targets R.
         """
         clipped_values = torch.clamp(values, old_values - self.clip, old_values + self.clip)
         plain = (values - returns).square()

@@ -141,9 +141,8 @@ class Grouping:
     """Definition of peer groups and votes.
 
     Turns that agree in the key columns `peer_columns` form a group, in which they are compared.
-    Turns that agree in the key columns `vote_columns` have one vote together, whose score is their
-    mean reward. If these turns are in several groups, the vote counts once in each, with the same
-    score.
+    Turns that agree in the key columns `vote_columns` are one voter, whose score is their mean reward.
+    A voter has one vote, with this score, in each group that has a turn of it.
     """
 
     peer_columns: tuple[str, ...]
@@ -182,7 +181,7 @@ class Grouping:
         voters = int(voter.max()) + 1
 
         score = mean_by_group(turns.rewards, voter, voters)[voter]
-        # A voter is a set of turns with one vote; it votes in each group in which it has turns.
+        # A voter has one vote in each group in which it has turns.
         vote_index = dense_ids(group * voters + voter)
         vote_scores = torch.empty(int(vote_index.max()) + 1, dtype=score.dtype)
         vote_scores[vote_index] = score
@@ -218,8 +217,8 @@ def grouping(peers: Peers, vote: Vote) -> Grouping:
     """Return the grouping of turns by task, by agent and task, or by state.
 
     Args:
-        peers: turns of the same "task"; of the same "agent" on it; or of an agent in the same
-            "state", in the same turn.
+        peers: turns of the same "task"; of the same "agent" on it; or of the same agent
+            on it in the same "state", with the same turn index.
         vote: "trajectory": a trajectory votes once, with the mean of its turns among these peers;
             "turn": every turn votes.
     """

@@ -150,7 +150,7 @@ def _check_policy(config: RunConfig, run: Path, policy: str, *, adapter: bool) -
 
 
 def one_rank_spec(config: RunConfig, policy: str) -> TrainerSpec:
-    """Return the specification of a policy's trainer on one rank, which needs no Transformer Engine."""
+    """Return the specification of a policy's trainer on one rank, with layers that need no Transformer Engine."""
     from mcore_mas.runtime.trainer_specs import policy_spec
 
     return replace(

@@ -28,7 +28,8 @@ class Reply:
         cut: True if part of a prompt was left out because it was too long.
         valid_turns: number of well-formed turns.
         turns: number of all turns.
-        error: id and error of a trajectory that failed.
+        error: title and error of a trajectory that failed, such as "sample 2 of task train-31: ...";
+            "" if it did not fail.
     """
 
     score: float | None
@@ -41,7 +42,7 @@ class Reply:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Self:
-        """Extract the reply from a trajectory."""
+        """Return the scoreboard's entry for a trajectory."""
         turns = trajectory.turns
         return cls(
             score=trajectory.score,

@@ -102,9 +102,9 @@ def player_names(
     return names
 
 
-def _check_seated_agents(seats: Iterable[str], agents: Collection[str]) -> None:
-    """Raise ConfigError if a seat is that of an agent who is not in the team."""
-    for agent in sorted(seats):
+def _check_seated_agents(seated_agents: Iterable[str], agents: Collection[str]) -> None:
+    """Raise ConfigError if an agent that has a seat is not in the team."""
+    for agent in sorted(seated_agents):
         if agent not in agents:
             raise ConfigError(
                 f"seat of '{agent}', who is not in the team; agents: {', '.join(agents)}"

@@ -134,7 +134,7 @@ class ServedTeam:
         return GatewaySession(session, aliases=self.aliases, honor_sampling=True)
 
     async def _reply_of_team(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
-        """Play the call's messages as a task; return its final action as the reply.
+        """Let the team play the call's messages as a task; return its latest action as the reply.
 
         The agents sample as the config says: `temperature`, `top_p`, `max_tokens` and `logprobs` of
         the call have no effect.
@@ -155,12 +155,12 @@ class ServedTeam:
         await episode.play()
         if isinstance(episode.failure, PromptTooLong):
             raise episode.failure
-        if episode.error or env.final_action is None:
+        if episode.error or env.latest_action is None:
             # The latest action of a failed team may be a search or a move instead of an answer.
             say(f"{self.name}: call {reply.id} failed: {episode.error}")
             status = 500 if isinstance(episode.failure, Defect) else 503
             raise GatewayError(status, f"the team came to no answer: {episode.error}")
-        text, stop = request.cut_at_stop(env.final_action)
+        text, stop = request.cut_at_stop(env.latest_action)
         return replace(
             reply,
             text=text,

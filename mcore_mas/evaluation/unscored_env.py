@@ -19,16 +19,16 @@ _UNSCORED_RESULTS = {"preview": _UNSCORED_STEP, "check": _UNSCORED_STEP, "agreem
 
 
 class UnscoredEnv:
-    """Environment of a task without a known answer: actions that it cannot score raise no error.
+    """Wrapper of the environment of a task without a known answer: actions that it cannot score raise no error.
 
-    It has all other methods of the environment too, such as `preview` and `run`.
+    It has all other methods of the wrapped environment too, such as `preview` and `run`.
 
     Attributes:
-        final_action: latest action of the team; None before the first.
+        latest_action: latest action of the team; None before the first.
     """
 
     def __init__(self, env: Env) -> None:
-        self.final_action: str | None = None
+        self.latest_action: str | None = None
         self._env = env
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,7 @@ class UnscoredEnv:
         An action that the environment cannot score counts as the team's answer, and ends the task.
         Other errors are raised.
         """
-        self.final_action = action
+        self.latest_action = action
         step: Step = await _without_scores(self._env.step, _UNSCORED_STEP)(action)
         return step
 

@@ -39,7 +39,8 @@ class RankMonitor:
     Attributes:
         folder: folder of the status files, on a file system that all nodes share.
         policy: name of the policy.
-        hang_s: seconds without progress of any rank after which the ranks count as hung.
+        hang_s: seconds without progress after which a rank's watchdog writes its stacks; the monitor
+            waits a quarter longer.
     """
 
     folder: Path

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.packing.prefix_tree import PrefixForest
 
-# The largest micro-batch is split further if its work is over this multiple of the mean.
+# If the work of the fullest micro-batch is over this multiple of the mean, its largest item is split.
 _BALANCE_FACTOR = 1.05
 
 
@@ -69,7 +69,7 @@ def bin_pack(
     items: list[PackingItem] = []
     for tree in estimator.trees():
         items += estimator.cut(tree, max_tokens)
-    best = _first_fit(items, max_tokens)
+    best = _pack_first_fit(items, max_tokens)
     for count in cost.batch_counts(len(best)):
         balanced = _balance(items, count, max_tokens, estimator)
         if _makespan(balanced, cost) < _makespan(best, cost):
@@ -138,7 +138,7 @@ def _causal_pairs(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-def _first_fit(items: Sequence[PackingItem], max_tokens: int) -> list[_Bin]:
+def _pack_first_fit(items: Sequence[PackingItem], max_tokens: int) -> list[_Bin]:
     """Pack first-fit decreasing: the largest item first, each into the first bin with space for it."""
     bins: list[_Bin] = []
     for item in sorted(items, key=lambda item: (-item.tokens, item.first)):
@@ -154,7 +154,7 @@ def _balance(
     items: Sequence[PackingItem], count: int, max_tokens: int, estimator: _WorkEstimator
 ) -> list[_Bin]:
     """Pack into about `count` bins of similar work; split the largest item of the fullest bin while that helps."""
-    best = _least_loaded(items, count, max_tokens)
+    best = _pack_least_loaded(items, count, max_tokens)
     while _is_unbalanced(best):
         fullest = best[0]
         largest = max(fullest.items, key=lambda item: item.work)
@@ -162,7 +162,7 @@ def _balance(
             break
         others = [item for item in items if item is not largest]
         finer = [*others, *estimator.split(largest)]
-        candidate = _least_loaded(finer, count, max_tokens)
+        candidate = _pack_least_loaded(finer, count, max_tokens)
         # The bins are sorted by work, so the fullest of both are compared first.
         if [packed.work for packed in candidate] >= [packed.work for packed in best]:
             break
@@ -177,7 +177,7 @@ def _is_unbalanced(bins: Sequence[_Bin]) -> bool:
     return bins[0].work * len(bins) > _BALANCE_FACTOR * total
 
 
-def _least_loaded(items: Sequence[PackingItem], count: int, max_tokens: int) -> list[_Bin]:
+def _pack_least_loaded(items: Sequence[PackingItem], count: int, max_tokens: int) -> list[_Bin]:
     """Place the items with most work first, each into the fitting bin with the least work.
 
     Returns:

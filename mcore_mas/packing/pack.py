@@ -22,7 +22,7 @@ _NAN = float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sequence:
+class _TokenizedSample:
     """A sample and the L tokens that must be computed: all tokens before its last trained token.
 
     Attributes:
@@ -38,11 +38,12 @@ class _Sequence:
     trained: list[int]
 
     @classmethod
-    def of(cls, index: int, sample: Sample) -> _Sequence:
+    def of(cls, index: int, sample: Sample) -> _TokenizedSample:
         """Convert a sample.
 
         Raises:
-            ValueError: the first token of the sequence is trained, and no token precedes it.
+            ValueError: the prompt is empty and the first token of the completion is trained, so no
+                token predicts it.
         """
         trained = _trained_indices(sample)
         if trained and not sample.prompt_ids and trained[0] == 0:
@@ -74,9 +75,10 @@ def _computed_tokens(sample: Sample) -> int:
 
 
 class PackedSamples:
-    """Samples of a policy that are packed once per step, and whose columns are filled in as they become known.
+    """Samples of a policy that are packed once per step.
 
-    They are packed when a model first scores them. If no model scores them before credit is
+    They are packed when a model first scores them. The same micro-batches are trained on later, with the
+    advantages and other columns that are then known. If no model scores the samples before credit is
     assigned, packing waits until `training_microbatches`, so that samples without a gradient are left out.
     """
 
@@ -164,7 +166,7 @@ def pack(
         GrammarError: a sample's grammar does not allow its tokens.
     """
     cost = cost or CostModel()
-    sequences = [_Sequence.of(i, sample) for i, sample in enumerate(samples)]
+    sequences = [_TokenizedSample.of(i, sample) for i, sample in enumerate(samples)]
     sequences = [sequence for sequence in sequences if sequence.trained]
     microbatches = []
     for agent in sorted({sequence.sample.agent for sequence in sequences}):
@@ -174,7 +176,7 @@ def pack(
             forest, leaf_of = prefix_forest(tokens, cost.sharing_cost)
         else:
             forest, leaf_of = unshared_forest(tokens)
-        by_leaf: list[list[_Sequence]] = [[] for _ in forest.sequences]
+        by_leaf: list[list[_TokenizedSample]] = [[] for _ in forest.sequences]
         for member, leaf in zip(members, leaf_of, strict=True):
             by_leaf[leaf].append(member)
         rows = [sum(len(member.trained) for member in group) for group in by_leaf]
@@ -217,11 +219,11 @@ def unpack(
 def _make_microbatch(
     agent: str,
     forest: PrefixForest,
-    by_leaf: Sequence[Sequence[_Sequence]],
+    by_leaf: Sequence[Sequence[_TokenizedSample]],
     items: Sequence[PackingItem],
     grammars: Grammars | None,
 ) -> Microbatch:
-    """Make a micro-batch of items, one after the other.
+    """Make one micro-batch that stores the items one after the other.
 
     Args:
         agent: name of the agent that produced the sequences.
@@ -234,8 +236,8 @@ def _make_microbatch(
     token_ids: list[Tensor] = []
     position_ids: list[Tensor] = []
     predictors: list[Tensor] = []
-    sequences: list[_Sequence] = []
-    token_indices: list[Tensor] = []  # for each sequence, indices of its tokens in the micro-batch
+    packed: list[_TokenizedSample] = []
+    token_indices: list[Tensor] = []  # of each in `packed`, where its tokens are stored
     stored = 0
     for item in items:
         part = forest[item.first : item.end]
@@ -253,7 +255,7 @@ def _make_microbatch(
                 first_predictor = len(member.sample.prompt_ids) - 1
                 offsets = first_predictor + _tensor(member.trained, np.int64)
                 predictors.append(stored + indices[offsets])
-                sequences.append(member)
+                packed.append(member)
                 token_indices.append(stored + indices[: len(member.tokens)])
         shift = len(segments)
         for segment in part_segments:
@@ -263,13 +265,13 @@ def _make_microbatch(
         position_ids.append(positions)
         stored += part.tokens
 
-    samples = [sequence.sample for sequence in sequences]
+    samples = [member.sample for member in packed]
     labels: list[int] = []
-    for sequence in sequences:
-        labels += [sequence.sample.completion_ids[i] for i in sequence.trained]
-    row_counts = torch.tensor([len(sequence.trained) for sequence in sequences])
-    sequence_indices = _tensor([sequence.index for sequence in sequences], np.int64)
-    masks, mask_rows = _masks(sequences, grammars)
+    for member in packed:
+        labels += [member.sample.completion_ids[i] for i in member.trained]
+    row_counts = torch.tensor([len(member.trained) for member in packed])
+    sample_indices = _tensor([member.index for member in packed], np.int64)
+    masks, mask_rows = _masks(packed, grammars)
     return Microbatch(
         agent=agent,
         segments=tuple(segments),
@@ -278,7 +280,7 @@ def _make_microbatch(
         position_ids=torch.cat(position_ids),
         predictors=torch.cat(predictors),
         labels=_tensor(labels, np.int64),
-        sequences=sequence_indices.repeat_interleave(row_counts),
+        sequences=sample_indices.repeat_interleave(row_counts),
         routing=_routing(stored, samples, token_indices),
         masks=masks,
         mask_rows=mask_rows,
@@ -315,7 +317,7 @@ def _routing(
 
 
 def _masks(
-    sequences: Sequence[_Sequence], grammars: Grammars | None
+    sequences: Sequence[_TokenizedSample], grammars: Grammars | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the different sampling masks, and for each trained token the row of its mask.
 

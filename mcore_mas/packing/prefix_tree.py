@@ -24,7 +24,7 @@ class PrefixForest:
     """Prefix trees of n token sequences.
 
     `prefix_forest` sorts the sequences lexicographically, so that sequences with a common prefix are
-    neighbours, and none of them is a prefix of another. A slice of a forest is a forest again. A
+    neighbours, and leaves out those that are a prefix of another. A slice of a forest is a forest again. A
     prefix shared with a sequence outside the slice is then stored once more.
 
     Attributes:
@@ -59,7 +59,7 @@ class PrefixForest:
         stored = 0
         no_tokens = torch.empty(0, dtype=torch.int64)
         # A stack of nodes still to visit: a range of sequences, their parent segment, and the
-        # indices of the tokens on the path to that segment.
+        # indices of all tokens from the root to the end of that segment.
         stack = [(0, len(self), -1, no_tokens)] if len(self) else []
         while stack:
             first, end, parent, path = stack.pop()

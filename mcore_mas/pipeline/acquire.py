@@ -17,7 +17,7 @@ _DOWNLOADS = Path("data/raw")
 
 
 def acquire(item: str, receipt: Path, hub: Hub) -> None:
-    """Download and convert an input, or check it if it exists, and write its receipt.
+    """Download and convert an input, or import an index, or check what exists; write its receipt.
 
     Args:
         item: path of the input, which is a key of workflow/sources.yaml.
@@ -32,7 +32,7 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
     exists = path.exists()
 
     files: dict[str, Digest] = {}
-    if source.encoder:
+    if source.encoder:  # only an index has one
         counts = _acquire_index(source, path)
     elif path.parts[0] == "models":
         files, counts = _acquire_model(source, path, hub)

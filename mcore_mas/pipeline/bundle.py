@@ -27,7 +27,7 @@ import yaml
 from mcore_mas import PACKAGES, SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
 from mcore_mas.reports.paper_results import Provenance, make_paper_table
-from mcore_mas.reports.paper_tables import PaperTable, tables_of
+from mcore_mas.reports.paper_tables import PaperTable, tables_in_folder
 from retrieval.regular_files import open_regular
 from rollout.base.digests import sha256
 from rollout.base.files import atomic_path
@@ -38,9 +38,9 @@ from rollout.config.data import DataConfig
 METADATA = "ro-crate-metadata.json"
 _TABLE_FILES = ("table.csv", "table.md")
 _TOLERANCE = (
-    "ours agrees with the paper's number where the column `within` of table.csv is True: the "
-    "distance is no larger than `tolerance`, the part of our 95 % interval over tasks on that side "
-    "and half a digit of the paper's rounding"
+    "ours agrees with the paper's number where the column `within` of table.csv is True: they differ "
+    "by at most `tolerance`. This is the sum of half a unit of the paper's last digit and of the "
+    "distance from our number to that end of its 95 % interval over tasks which is on the paper's side"
 )
 _LICENCE = "https://spdx.org/licenses/Apache-2.0"
 _MEDIA_TYPES = {
@@ -66,8 +66,8 @@ def make_bundle(record_file: Path, out: Path) -> None:
     """Write the bundle of a table.
 
     Args:
-        record_file: results/tables/{table}.json, the record of the table's inputs. The table is in
-            the same folder.
+        record_file: results/tables/{table}.json, the record of the table's evaluations, scale, seeds
+            and commits. The table is in the same folder.
         out: zip file to write.
     """
     record = read_json(record_file)
@@ -80,7 +80,7 @@ def make_bundle(record_file: Path, out: Path) -> None:
         for key, paths in record["evaluations"].items()
     }
     record["tolerance"] = _TOLERANCE
-    definition = tables_of()[record["table"]][1]
+    _, definition = tables_in_folder()[record["table"]]
     members = {
         "table.csv": record_file.with_suffix(".csv").read_bytes(),
         "table.md": record_file.with_suffix(".md").read_bytes(),

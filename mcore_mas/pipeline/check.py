@@ -382,10 +382,10 @@ def _submits_jobs() -> bool:
 
 
 def machine_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the missing requirements on this machine: GPUs, interpreters, libraries, keys, programs.
+    """Yield contradictions between settings, and what this machine lacks, such as GPUs or API keys.
 
-    On a machine that submits jobs, only settings that contradict each other and missing keys are
-    reported, because nothing is known about the other machines.
+    On a machine that submits jobs, only contradictions and missing API keys are reported, because
+    nothing is known about the other machines.
     """
     engines = _engines_by_key(config)
     yield from _device_problems(config)

@@ -26,7 +26,8 @@ def report_inputs(
     Args:
         receipts: files that `acquire` wrote.
         runs: all runs of the suite.
-        by_hand: lines on missing inputs that the user has to put in place.
+        by_hand: lines on missing inputs that the user has to put in place; if there are any, no page is
+            written.
 
     Raises:
         AcquireError: the user has to put inputs in place.

@@ -132,14 +132,14 @@ def _cross_play(
     return evaluate
 
 
-def _seats_of_seed(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the seats of an evaluation, with the run of each `run/agent` replaced by its run with `seed`."""
+def _seats_of_seed(seats: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the seats of an evaluation, with the run of each `run/agent` replaced by its run `number`."""
     seeded = {}
     for agent, source in seats.items():
         seeded[agent] = source
         if isinstance(source, str) and "/" in source:
             run, _, source_agent = source.partition("/")
-            seeded[agent] = f"{seed_run(run, seed)}/{source_agent}"
+            seeded[agent] = f"{seed_run(run, number)}/{source_agent}"
     return seeded
 
 
@@ -158,9 +158,9 @@ def read_seeds(config: Mapping[str, Any]) -> list[int]:
     return list(range(1, int(count) + 1))
 
 
-def seed_run(experiment: str, seed: int) -> str:
-    """Return the name of an experiment's run with a seed; the first has the experiment's name."""
-    return experiment if seed == 1 else f"{experiment}_seed{seed}"
+def seed_run(experiment: str, number: int) -> str:
+    """Return the name of run 1, 2, ... of an experiment; run 1 has the name of the experiment."""
+    return experiment if number == 1 else f"{experiment}_seed{number}"
 
 
 def inputs(suite: Suite) -> dict[str, list[str]]:

@@ -154,7 +154,10 @@ class Suite:
         return _pattern([run for run, owner in self.cold_start_owner.items() if run == owner])
 
     def builds_index(self, run: str) -> bool:
-        """Return True if a run builds an index, because no server or published index is named."""
+        """Return True if the run's index is built by the pipeline, not published or on servers elsewhere.
+
+        This is also True of a run that links such an index from another run, together with its tasks.
+        """
         return self.index_manifest(run) == f"{self.runs[run]['results']}/{run}/index/index.json"
 
     def index_manifest(self, run: str) -> str | None:
@@ -245,18 +248,18 @@ class Suite:
                 folders.add(results / name)
         return sorted(folders)
 
-    def run_pattern(self, *, builds_index: bool, shares_tasks: bool = False) -> str:
+    def run_pattern(self, *, builds_index: bool, links_tasks: bool = False) -> str:
         """Return a regular expression that matches the runs of one kind.
 
         Args:
-            builds_index: match runs that build an index, or else runs that build none.
-            shares_tasks: match runs that link the tasks and the index of another run, or else runs
-                that make them.
+            builds_index: True: match runs whose index is built by the pipeline; False: other runs.
+            links_tasks: True: match runs that link their tasks from another run and, with
+                `builds_index`, the index built for it; False: runs that make their own.
         """
         matches = []
         for run in self.runs:
-            links_tasks = self.task_owner[run] != run
-            if self.builds_index(run) is builds_index and links_tasks is shares_tasks:
+            run_links_tasks = self.task_owner[run] != run
+            if self.builds_index(run) is builds_index and run_links_tasks is links_tasks:
                 matches.append(run)
         return _pattern(matches)
 

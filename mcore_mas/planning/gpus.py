@@ -109,7 +109,7 @@ class Cluster:
         """Read a `ClusterFile`.
 
         Raises:
-            PlanError: the file cannot be read, or has other keys.
+            PlanError: the file cannot be read, or is not a valid `ClusterFile`.
         """
         try:
             file = ClusterFile.model_validate(read_yaml(path))

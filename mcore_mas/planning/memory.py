@@ -71,7 +71,10 @@ class TrainerMemory:
 
 
 def combine_on_rank(trainers: Sequence[TrainerMemory]) -> TrainerMemory:
-    """Return the memory of a rank that several trainers share, of which one computes at a time."""
+    """Return the memory of a rank that several trainers share, of which one computes at a time.
+
+    A trainer frees its gradient sum on the GPU after its update, and retains the one in host memory.
+    """
     return TrainerMemory(
         weights=sum(trainer.weights for trainer in trainers),
         gradients=sum(trainer.gradients for trainer in trainers),
@@ -400,7 +403,7 @@ def _mlp_elements(architecture: Architecture, settings: TrainerSettings) -> floa
 
 
 def checkpoint_bytes(architecture: Architecture, trainers: Iterable[TrainerSettings]) -> float:
-    """Return the size of one checkpoint of a policy: weights and moments in float32.
+    """Return the size of one checkpoint of a policy: trained weights and their moments in float32.
 
     Args:
         architecture: architecture of the policy's model.

@@ -1,6 +1,6 @@
 """Placement of a run on a cluster: the smallest tensor parallelism that fits.
 
-Trainers and engines have the same tensor parallelism and share all GPUs of the cluster; data
+Trainers and SGLang engines have the same tensor parallelism and share all GPUs of the cluster; data
 parallelism and engine replicas take the rest. `place_run` applies this to a config.
 """
 
@@ -31,7 +31,7 @@ _CLUSTER_SIZES = (1, 2, 4, 8, 16, 32, 64)  # sizes that an error may propose
 class _Saving:
     """A way to fit the trainers into less memory with the same tensor parallelism."""
 
-    one_by_one: bool  # trainers take turns, and Adam's moments stay in host memory
+    one_by_one: bool  # one trainer at a time is on the GPUs, and Adam's moments stay in host memory
     recompute: Recompute  # of the policies whose config leaves it open
 
 
@@ -170,7 +170,7 @@ def _savings(config: RunConfig) -> list[_Saving]:
     return [
         saving
         for saving in _SAVINGS
-        # Trainers that take turns must be offloaded, and those of a run that collects ahead are not.
+        # One trainer at a time requires offloading, and a run that collects ahead does not offload.
         if not (saving.one_by_one and config.collects_ahead)
         and (is_open or saving.recompute == _SAVINGS[0].recompute)
     ]
@@ -219,8 +219,9 @@ def _divides_evenly(config: RunConfig, models: Models, cluster: Cluster, tp: int
 def _with_tensor_parallelism(
     config: RunConfig, cluster: Cluster, tp: int, saving: _Saving
 ) -> RunConfig:
-    """Return the config with this placement; it is not validated."""
-    take_turns = not config.collects_ahead
+    """Return the config placed on all GPUs of the cluster, with this saving; it is not validated."""
+    # Trainers are offloaded during the rollout, and engines sleep during the update.
+    offloads = not config.collects_ahead
     trainer: dict[str, Any] = {
         "tp": tp,
         "sp": tp > 1,
@@ -229,11 +230,11 @@ def _with_tensor_parallelism(
         "cp": 1,
         "dp": cluster.gpus // tp,
         "ep": 1,
-        "offload": take_turns,
+        "offload": offloads,
         "host_moments": saving.one_by_one,
         "overlap": None,
     }
-    engine: dict[str, Any] = {"sleep": take_turns}
+    engine: dict[str, Any] = {"sleep": offloads}
     if config.engine.name == "sglang":
         engine |= {"tp": tp, "replicas": cluster.gpus // tp, "transport": "tensor"}
     else:
@@ -255,7 +256,10 @@ def _with_tensor_parallelism(
 
 
 def _tensor_parallelism(config: RunConfig) -> int:
-    """Return the tensor parallelism of a placement."""
+    """Return the tensor parallelism that a placement was made with.
+
+    It is the largest of its parts, because an embedded engine has 1 whatever the trainers have.
+    """
     return max(config.engine.tp, *(config.policies[policy].tp for policy in config.trained), 1)
 
 

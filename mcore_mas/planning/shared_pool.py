@@ -1,4 +1,4 @@
-"""GPUs that several processes of a run share: shares of their memory, and runs that must share them."""
+"""GPUs that trainers and engines of one run share, and the share of memory that each server gets."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def fit_pool(config: RunConfig, gpus: int) -> tuple[RunConfig, str]:
 
     Args:
         config: the run.
-        gpus: number of GPUs of the machine.
+        gpus: number of GPUs for trainers and engines, without those of the retriever.
 
     Returns:
         The run, and a line about what was changed, or "".
@@ -64,6 +64,7 @@ def _values_of_shared_pool(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     values["cluster"]["pool"] = "shared"
     if not config.collects_ahead:
+        # `adapters: slots` does not allow `sleep`; then only the trainers free their memory.
         values["engine"]["sleep"] = config.engine.adapters != "slots"
         for policy in config.trained:
             values["policies"][policy]["offload"] = True

@@ -84,7 +84,7 @@ class PaperTable(Section):
         Raises:
             TableError: there is no such table, or it is invalid.
         """
-        tables = tables_of(folder)
+        tables = tables_in_folder(folder)
         if name not in tables:
             raise TableError(f"no table '{name}'; tables: {', '.join(table_names(folder))}")
         path, values = tables[name]
@@ -233,10 +233,10 @@ class PaperTable(Section):
 
 def table_names(folder: Path = TABLES) -> list[str]:
     """Return the names of the tables of a folder."""
-    return sorted(tables_of(folder))
+    return sorted(tables_in_folder(folder))
 
 
-def tables_of(folder: Path = TABLES) -> dict[str, tuple[Path, Any]]:
+def tables_in_folder(folder: Path = TABLES) -> dict[str, tuple[Path, Any]]:
     """Return the file and the values of each table of a folder, by name.
 
     A file has several tables by name. In an older bundle a file is one table, named after the file.

@@ -149,7 +149,7 @@ class Studio:
         """Return the page of one trajectory, with tokens and credit if they can be computed."""
         path = self._file_path(run, file)
         trajectory = trajectory_at(path, index)
-        advantages, groups = _read_credit(path, path.stat().st_mtime_ns)
+        advantages, groups = _compute_credit(path, path.stat().st_mtime_ns)
         task = self._task_texts(run, [trajectory.task_id]).get(trajectory.task_id)
         return trajectory_page(
             trajectory,
@@ -276,10 +276,10 @@ def escape_texts(value: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _read_credit(path: Path, modified_ns: int) -> tuple[TurnAdvantages, TurnGroups]:
-    """Compute the credit of a file of a training step.
+def _compute_credit(path: Path, modified_ns: int) -> tuple[TurnAdvantages, TurnGroups]:
+    """Compute the advantages and the peer groups of the turns in a file of a training step.
 
-    The mappings are empty for the file of an evaluation, and for a large file.
+    Both are empty for the file of an evaluation, and for a large file.
 
     The time of modification is a key of the cache, so that a modified file is read again.
     """

@@ -313,7 +313,7 @@ def _check_pairs(team: str, by_setting: Mapping[str, pd.DataFrame]) -> None:
 
 
 def _markdown_study(findings: pd.DataFrame) -> str:
-    """Return a table for each team: a row per measure, a column per setting and difference.
+    """Return a table for each team: a row per measure, a column per setting and per difference of two settings.
 
     A cell has the mean and, in brackets, its 95 % interval. A cell with fewer seeds than another cell
     of the team also has the number of its seeds.

@@ -184,7 +184,7 @@ def _reply_counts(runs: pd.DataFrame) -> dict[str, Any]:
 
     A reply is the answer of a trajectory. It is "overlong" if a prompt left no room for an agent's
     reply; it counts as wrong. It is "cut" if a part of a prompt was left out; it is scored as usual. It
-    has "failed" if the trajectory did not end for another reason; it is left out of the scores.
+    has "failed" if an error ended the trajectory before its answer; it is left out of the scores.
     """
     failures: Counter[str] = Counter()
     for failures_of_run in runs["failed"]:

@@ -26,7 +26,7 @@ class WorkTimeline:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Time in which an agent or a tool works for one trajectory, from and to a Unix time in seconds."""
+    """Time in which an agent or a tool works for one trajectory; `start` and `end` are in Unix time."""
 
     worker: str
     start: float

@@ -14,8 +14,8 @@ from mcore_mas.runtime.slurm import slurm_job_id
 from mcore_mas.runtime.stop_signal import (
     Stopped,
     ignore_stop_signals,
+    raise_on_stop_signals,
     set_ending,
-    stop_at_start,
 )
 from mcore_mas.runtime.user_terminal import keep_terminal
 from rollout.base.ownership import FolderError, is_owned
@@ -36,7 +36,7 @@ def logged(path: Path | str) -> Iterator[None]:
     """
     die_with_parent()
     escape_logs()
-    stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    raise_on_stop_signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     # In a Slurm job, stderr is the job's log file, which need not repeat messages of this log.
     keep_terminal(files=slurm_job_id() is None)
     _redirect_output(Path(path))

@@ -87,7 +87,7 @@ def check_teacher_contexts(config: RunConfig, renderers: Mapping[str, Renderer])
     for student, teacher in config.teachers.items():
         if teacher.context is not None:
             try:
-                renderers[student].behind_context(teacher.context, ())
+                renderers[student].prepend_context(teacher.context, ())
             except ModelError as error:
                 raise ConfigError(
                     f"policies.{student}.teacher.context: {config.models[student]}: {error}; leave the context out, "

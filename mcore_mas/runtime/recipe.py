@@ -110,7 +110,8 @@ def identity_digest(identity: Identity) -> str:
 def describe_differences(manifest: Mapping[str, Any], identity: Identity) -> str:
     """Describe the differences between a checkpoint's recipe and a run's, or "" if there are none.
 
-    If the recipes are equal, the differences between the inputs are described.
+    If the recipes are equal, the differences between the inputs are described. The text goes on after
+    "trained with", so it names what the checkpoint had.
 
     Args:
         manifest: manifest of the checkpoint. A manifest without recipe or inputs, as earlier versions

@@ -100,7 +100,7 @@ def _write_line(descriptor: int, line: str) -> None:
         os.write(descriptor, f"{escape_line(line)}\n".encode())
 
 
-def stop_at_start(*signals: signal.Signals) -> None:
+def raise_on_stop_signals(*signals: signal.Signals) -> None:
     """Let signals, by default all of `STOP_SIGNALS`, raise `Stopped` until a `StopSignal` listens to them.
 
     Python drops an exception that is raised within a finaliser or a callback of a weak reference, which every import
@@ -124,8 +124,8 @@ def ignore_stop_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def undo_stop_at_start() -> None:
-    """Give the signals of `stop_at_start` the handlers that Python sets at its start."""
+def undo_raise_on_stop_signals() -> None:
+    """Give the signals of `raise_on_stop_signals` the handlers that Python sets at its start."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is _raise_stopped:
             is_interrupt = number == signal.SIGINT

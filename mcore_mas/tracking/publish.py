@@ -88,8 +88,8 @@ def publish(
             `runs`.
 
     Returns:
-        Address of the page that compares the trainings; None after an error, or if there is no
-        training.
+        Address of the page that compares the finished trainings; None after an error, or if
+        none has finished.
     """
     publisher = _Publisher(warn)
     try:
@@ -117,7 +117,8 @@ class _Publisher:
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._stores: dict[tuple[str, str], MlflowStore] = {}
-        self._trainings: dict[MlflowStore, list[str]] = defaultdict(list)  # ids of MLflow's runs
+        # Ids of the MLflow runs of finished trainings.
+        self._trainings: dict[MlflowStore, list[str]] = defaultdict(list)
         # Scores of all seeds, by store and parent run, then by metric.
         self._scores: dict[tuple[MlflowStore, str], dict[str, list[float]]] = defaultdict(
             lambda: defaultdict(list)
@@ -176,7 +177,7 @@ class _Publisher:
         store.set_tags(run_id, {_DIGEST_TAG: digest})
 
     def comparison_page(self) -> str | None:
-        """Return the address of MLflow's page that compares the trainings of the first store."""
+        """Return the address of MLflow's page that compares the finished trainings of the first store."""
         for store, run_ids in self._trainings.items():
             return comparison_url(store, run_ids)
         return None
@@ -188,9 +189,10 @@ class _Publisher:
         return self._stores[key]
 
     def _send_training(self, store: MlflowStore, config: RunConfig, config_path: Path) -> None:
-        """Send the steps of a training; if it has finished, also its costs and model folders.
+        """Send the steps of a training; if it has finished, also its costs, and the paths of its models as tags.
 
-        The MLflow run ends as FINISHED, or as KILLED if no process trains the run any more.
+        The MLflow run of a finished training ends as FINISHED. That of an unfinished one ends as KILLED if
+        no process trains it any more, and otherwise stays open.
         """
         folder = config.folder / "train"
         metrics_path = folder / "metrics.jsonl"

@@ -49,7 +49,7 @@ class MetricsSender:
             open_writer: connects to the tracker; called by the thread until it succeeds.
             path: the metrics.jsonl to send.
             offset: first byte of the file to send.
-            advice: end of the warning that metrics are missing when the sender closes.
+            advice: end of the warning that the tracker may lack metrics; it says how to send them.
         """
         self._tracker = tracker
         self._open_writer = open_writer

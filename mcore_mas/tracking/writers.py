@@ -40,7 +40,7 @@ class WandbWriter:
     """
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
-        """Start or continue the run whose id is in train/wandb.id."""
+        """Start or continue the run whose id is in train/wandb.id; `first_step` is not used."""
         import wandb
 
         folder = config.folder / "train"

@@ -100,8 +100,9 @@ class CollectedSteps:
 
         Args:
             step: number of the step.
-            trajectories: rewarded trajectories of the step's first `batches` batches.
-            batches: number of these batches.
+            trajectories: trajectories of the step's first `batches` batches, with rewards; after a
+                failed reward also those of the next batch, without.
+            batches: number of batches with rewards.
             complete: True if the step has no further batches.
         """
         versions = [turn.policy_version for trajectory in trajectories for turn in trajectory.turns]

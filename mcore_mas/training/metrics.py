@@ -178,7 +178,9 @@ def describe_unheeded(groups: Sequence[Group], noted: set[str]) -> str:
 
 
 def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
-    """Return statistics of the ages of turns: of weight updates between their sampling and training.
+    """Return statistics of the ages of turns.
+
+    An age is the number of weight updates between the sampling of a turn and its training.
 
     Returns:
         staleness/mean, staleness/max, and staleness/turns_N with the number of turns of age N; and

@@ -1,4 +1,4 @@
-"""Opponents of a run: which agent a frozen policy plays in a game, and with which weights.
+"""Opponents of a run: whose part a frozen policy takes in a game, and with which weights.
 
 The ratings are Elo's: a difference of 400 points means expected scores of 10 to 1.
 """
@@ -119,7 +119,7 @@ class Opponents:
         for group in groups:
             for agent, policy in self.policies_of(step, group.task.id).items():
                 for trajectory in group.trajectories:
-                    # A trajectory's score is that of `first`.
+                    # A trajectory's score is that of `first`. The opponent takes the part of `agent`.
                     if trajectory.score is not None:
                         score = trajectory.score
                         scores[policy].append(1 - score if agent == FIRST else score)

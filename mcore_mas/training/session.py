@@ -34,7 +34,7 @@ async def train_session(
     """
     await session.stop.run_until_stopped(
         load_weights(session, checkpoint, engines_may_be_newer=engines_may_be_newer),
-        " while it was loading; the same command continues",
+        message=" while it was loading; the same command continues",
     )
     opponents = session.rollouts.opponents
     resenders: list[Resender] = list(session.weight_sync.values())
@@ -44,7 +44,8 @@ async def train_session(
         if checkpoint is None:
             await train_steps(session, 0)
         else:
-            await train_steps(session, checkpoint.step, checkpoint.state["unreported"])
+            unreported_metrics = checkpoint.state["unreported"]
+            await train_steps(session, checkpoint.step, unreported_metrics)
 
     best = None
     if session.config.trainer.final == "best":

@@ -210,7 +210,7 @@ def _samples_to_compare(
 def _note_warnings(
     session: TrainingSession, number: int, rollouts: RolloutBatch, credited: Sequence[Sample]
 ) -> None:
-    """Write warnings about agents, rewards, lost trajectories and agent programs to the log."""
+    """Write warnings to the log, for example about idle agents, or steps without an advantage."""
     estimators = {agent: session.config.advantage_of(agent) for agent in session.config.agents}
     watch = session.credit_watch
     agents_of_turns = {

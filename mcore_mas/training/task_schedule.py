@@ -28,7 +28,7 @@ class TaskSchedule:
         self._tasks = tasks
         self._per_step = per_step
         self._seed = seed
-        # A step and the steps that are collected ahead of it are in at most two epochs.
+        # A step and the steps that are collected ahead of it are usually in at most two epochs.
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
 
     def batch(self, step: int) -> list[Task]:

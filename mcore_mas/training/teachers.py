@@ -100,7 +100,7 @@ class Teachers:
         if context is not None:
             answers = tasks[sample.task].answers
             text = context.format(answer=answers[0] if answers else "")
-            prompt_ids = self._renderers[sample.policy].behind_context(text, prompt_ids)
+            prompt_ids = self._renderers[sample.policy].prepend_context(text, prompt_ids)
         return ScoredReply(
             prompt_ids=prompt_ids,
             completion_ids=sample.completion_ids,

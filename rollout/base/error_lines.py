@@ -32,9 +32,9 @@ KEY_SYNONYMS = {
 }
 
 # Types of errors, as pydantic names them; "unknown_key" is the type that `error_below` makes.
-_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+_UNKNOWN_KEY_TYPES = ("extra_forbidden", "unexpected_keyword_argument")
 # Types of errors whose lines do not quote the value.
-_WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)
+_WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY_TYPES)
 
 
 def error_line(
@@ -91,12 +91,12 @@ def error_below(
     for details in error.errors(include_url=False):
         kind: str = details["type"]
         message = details["msg"]
-        if kind in _UNKNOWN_KEY:
+        if kind in _UNKNOWN_KEY_TYPES:
             unknown_keys += 1
             if unknown_keys <= _SHOWN_KEYS:
                 # The caller formats the error without this model, so the nearest keys are added here.
                 kind = "unknown_key"
-                message = _unknown_key(model, details["loc"])
+                message = _unknown_key_message(model, details["loc"])
         moved_details.append(
             InitErrorDetails(
                 type=PydanticCustomError(kind, "{message}", {"message": message}),
@@ -127,25 +127,25 @@ def _has(values: Any, key: int | str) -> bool:
 
 
 def _message(details: ErrorDetails, model: type[BaseModel], keys: Sequence[int | str]) -> str:
-    if details["type"] in _UNKNOWN_KEY:
-        return _unknown_key(model, keys)
+    if details["type"] in _UNKNOWN_KEY_TYPES:
+        return _unknown_key_message(model, keys)
     return details["msg"].removeprefix("Value error, ")
 
 
-def _unknown_key(model: type[BaseModel], keys: Sequence[int | str]) -> str:
+def _unknown_key_message(model: type[BaseModel], keys: Sequence[int | str]) -> str:
     *parents, name = map(str, keys)
-    section_keys = _section_keys(model, parents)
+    known_keys = _keys_of_section_at(model, parents)
     synonym = KEY_SYNONYMS.get(name)
-    if synonym in section_keys:
+    if synonym in known_keys:
         return f"unknown key; write {'.'.join([*parents, synonym])}"
-    nearest = nearest_hint(name, section_keys)
+    nearest = nearest_hint(name, known_keys)
     if nearest:
         return f"unknown key{nearest}"
     keys_elsewhere = dotted_keys(name, model)
     if keys_elsewhere:
         return f"unknown key; write {' or '.join(keys_elsewhere)}"
-    if section_keys:
-        return f"unknown key; known here: {', '.join(section_keys)}"
+    if known_keys:
+        return f"unknown key; known here: {', '.join(known_keys)}"
     return "unknown key"
 
 
@@ -156,7 +156,7 @@ def _value_text(details: ErrorDetails) -> str:
     return f" (got {_shortened(json.dumps(value, default=str, ensure_ascii=False))})"
 
 
-def _section_keys(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
+def _keys_of_section_at(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
     """Return the keys of the section at `keys`; empty below a field that is not a section, such as `options`."""
     fields = _field_types(model)
     for key in keys:

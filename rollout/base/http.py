@@ -154,7 +154,7 @@ class HttpClient:
             connections: maximum number of open connections.
             timeout_s: seconds for one request; None: no limit.
             proxy: URL of a proxy for all requests.
-            max_reply_bytes: maximum size of a reply, except of one that `on_chunk` takes.
+            max_reply_bytes: maximum size of a reply; one that `on_chunk` of `send` takes has no limit.
         """
         self.url = url.rstrip("/")
         self.max_reply_bytes = max_reply_bytes

@@ -153,6 +153,7 @@ class ReadDeadline:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
+                # Raised where the application reads the body, so that its own handler answers.
                 detail = f"the body was not complete within {self._timeout_s:g} s"
                 raise HTTPException(408, detail, headers={"Connection": "close"}) from None
             body_complete = not message.get("more_body", False)

@@ -1,4 +1,4 @@
-"""Temporary folders whose paths are among few."""
+"""Temporary folders with numbers in place of random names, so that the same few paths recur."""
 
 import itertools
 import shutil
@@ -12,8 +12,8 @@ from pathlib import Path
 def numbered_folder(prefix: str) -> Iterator[Path]:
     """Make the temporary folder `<prefix>-<N>` with the lowest free N, and remove it after the block.
 
-    Programs write the path of their folder into prompts. Prompts with random paths would not share
-    their tokens from the path on.
+    Programs write the path of their folder into prompts. Prompts with random paths would have
+    no common prefix beyond the path.
     """
     for number in itertools.count():
         folder = Path(tempfile.gettempdir()) / f"{prefix}-{number}"

@@ -35,8 +35,8 @@ class Watchdog:
     A collection that queues behind another is not a stall: the end of any call, tool or trajectory
     is progress. After `quiet_s` without progress, the watchdog reports one line for each of the
     `shown` trajectories that have waited longest. It reports again after twice that time, four
-    times, and so on, until something ends. A thread reports an event loop that is blocked for as
-    long.
+    times, and so on, until something ends. If the event
+    loop itself is blocked, a thread reports that, at the same intervals.
     """
 
     def __init__(self, quiet_s: float, report: Callable[[str], None], *, shown: int = 5) -> None:
@@ -45,7 +45,7 @@ class Watchdog:
         self._shown = shown
         self._watched: dict[object, tuple[str, Waits]] = {}  # (name, waits) of each trajectory
         self._progress = 0.0  # time of the latest progress that was seen
-        self._patience = quiet_s  # until the next report
+        self._patience = quiet_s  # time between the latest progress and the next report
         self._timer: asyncio.TimerHandle | None = None
         self._loop_ran = 0.0  # when the event loop ran last, on the monotonic clock
         self._ended = threading.Event()  # set when nothing is watched any more
@@ -102,7 +102,10 @@ class Watchdog:
         self._timer = loop.call_later(self._quiet_s / 4, self._check)
 
     def _note_progress(self, at: float) -> None:
-        """Note progress at a time of the event loop's clock; later progress resets the intervals."""
+        """Note progress at a time of the event loop's clock.
+
+        If it is the latest progress, the next report is due after `quiet_s` again.
+        """
         if at > self._progress:
             self._progress = at
             self._patience = self._quiet_s

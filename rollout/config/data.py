@@ -85,7 +85,10 @@ class DataConfig(Section):
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
     def _to_files(cls, value: Any) -> Any:
-        """Convert a path, a file or a list of both to task files; leave a number of tasks unchanged."""
+        """Convert a path, the settings of a file, or a list of them to task files.
+
+        An integer, which is a number of generated tasks, is left unchanged.
+        """
         if not isinstance(value, str | Path | Mapping | TaskFile | list | tuple):
             return value
         entries = value if isinstance(value, list | tuple) else [value]

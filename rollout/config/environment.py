@@ -20,7 +20,7 @@ from rollout.records.trajectory import Task
 # Methods of an environment with their parameters.
 _METHODS = {"reset": ("task",), "async step": ("action",)}
 _SEARCH_TOOLS = ("search", "passages")
-# Environments that start processes themselves, with the option in place of `workers`.
+# Environments that start processes themselves: why `env.workers` is refused, and the option to set.
 _WITH_OWN_PROCESSES = {
     "openenv": "its servers are processes; set env.options.servers",
     "verifiers": "it plays in processes already; set env.options.workers",
@@ -55,8 +55,8 @@ class EnvConfig(Choice):
             needed = " and ".join(sorted(self.needs))
             return f"it needs the {needed} of the run's process; leave env.workers out"
         factory = self.registry.find(self.name)
-        opened_with = inspect.signature(factory.open).parameters if hasattr(factory, "open") else ()
-        if "calls" in opened_with:
+        parameters = inspect.signature(factory.open).parameters if hasattr(factory, "open") else ()
+        if "calls" in parameters:  # it is given the trajectory's `CallRecord`
             return "it records its calls in the run's process; leave env.workers out"
         return ""
 
@@ -93,7 +93,8 @@ class EnvConfig(Choice):
     def check_task(self, task: Task) -> None:
         """Check that the environment can be created for a task, and can reset to it.
 
-        An environment that needs resources of a run is not created, and so not checked.
+        An environment that needs resources of a run is not created, and so not checked. One with
+        `open` is created and not reset.
 
         Raises:
             ValueError: the environment raises, or lacks a method.
@@ -112,7 +113,7 @@ class EnvConfig(Choice):
             message = f"{type(error).__name__}: {error}".partition("\n")[0]
             hint = ""
             if task.env != self.name and self.name in ENVS:
-                hint = f"; its tasks are of env '{task.env}'"
+                hint = f"; the task is of env '{task.env}'"
             raise ValueError(
                 f"env '{self.name}' cannot {action} task '{task.id}' ({message}){hint}"
             ) from error

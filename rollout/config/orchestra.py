@@ -34,8 +34,10 @@ class OrchestraConfig(Choice):
         """Refuse a team that cannot play this orchestra.
 
         Raises:
-            ValueError: an agent has tools but no chats, an agent that is asked or summarizes is missing, an
-                agent is never asked, a slot of a template is not filled, or the program cannot play.
+            ValueError: an agent has tools but no chats; a summariser is missing, or its template does not
+                have the slot {conversation} alone; a slot of a template is not filled; a user's
+                orchestra or a graph asks an agent that is missing; a user's orchestra never asks an
+                agent of the team; or orchestra `program` has options that do not fit the team.
         """
         self._check_tools(team)
         templates = {name: build_role(name, agent).user for name, agent in team.items()}
@@ -47,7 +49,7 @@ class OrchestraConfig(Choice):
             if name not in team or set(template_slots(name, templates[name])) != {"conversation"}:
                 raise ValueError(
                     f"chats.summariser '{name}': expected an agent whose user template has the slot "
-                    f"{{conversation}} alone, as role chat_summariser's; agents: {', '.join(team)}"
+                    f"{{conversation}} alone, like that of role chat_summariser; agents: {', '.join(team)}"
                 )
         if self.name == "program":
             check_program(team, **self.options)  # the program writes the prompts itself
@@ -55,10 +57,10 @@ class OrchestraConfig(Choice):
             self.arguments["graph"].check_agents(templates)
         else:
             self._check_calls(team, summarisers)
-            agent_templates = {
+            templates_to_fill = {
                 name: text for name, text in templates.items() if name not in summarisers
             }
-            self._check_slots(agent_templates)
+            self._check_slots(templates_to_fill)
 
     def _check_tools(self, team: Mapping[str, AgentConfig]) -> None:
         """Refuse an agent with tools if the orchestra opens no chat with it, as tools are called in chats.
@@ -69,7 +71,7 @@ class OrchestraConfig(Choice):
             return
         if self.name in ORCHESTRAS:
             chat_partners: frozenset[str] | None = frozenset()
-            advice = f"those that do: {', '.join(sorted(CHAT_ORCHESTRAS))}"
+            advice = f"orchestras that open chats: {', '.join(sorted(CHAT_ORCHESTRAS))}"
         else:
             chat_partners = chat_agents(self.registry.find(self.name))
             advice = "see docs/own_team.md#tools, or leave the tools out"

@@ -23,7 +23,7 @@ PenaltyOptions = Annotated[
 
 
 class RewardConfig(Choice):
-    """The allocator that turns the outcomes of a group into rewards of turns, and penalties of single replies."""
+    """The allocator, which makes rewards of turns from the outcomes of a group; and penalties of single replies."""
 
     registry = Registry(kind="reward", registered=ALLOCATORS, takes=("group",))
 

@@ -111,11 +111,12 @@ _WITHOUT_LITERAL_REPR = (Ellipsis, math.inf, complex(0, math.inf))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Comparison of a value that a test computes with a value that the test file states.
+    """Comparison of a test's reported value with an expected value, made outside of the sandbox.
 
     Attributes:
         comparison: operator.
-        expected: stated value; None if it is the value of a parameter.
+        expected: value that the test file states, or True for a comparison that the sandbox makes
+            itself; None if it is the value of a parameter.
         parameter: name of the parameter that has the stated value, or "".
         stated_first: True if the stated value is the left operand.
     """

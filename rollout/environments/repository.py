@@ -36,7 +36,7 @@ _SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
 _MAX_FILE_BYTES = 1 << 20
 # Tasks whose tests were seen to fail before the repair, by their answers and the folder of checkouts.
 _TASKS_WITH_FAILING_TESTS: set[tuple[str | None, ...]] = set()
-# By permission, the words in a checkout's code that show that the code needs it (see passed_tests).
+# By permission, the words in a checkout's code that show that the code needs it (see `hidden_verdicts`).
 _PERMISSION_WORDS = {
     "gc": re.compile(r"\bgc\.get_|\bget_(?:objects|referrers|referents)\b"),
     "trace": re.compile(r"\bset(?:trace|profile)\b|_current_frames|\baddaudithook\b"),
@@ -151,8 +151,8 @@ class RepositoryEnv(SandboxedEnv):
     and nothing about the tests. A patch that does not apply, or a text without one, passes no test.
     In a checkout, changes of tests and of pytest's settings are ignored, and expected values of the
     tests stay outside of the sandbox (docs/sandbox.md). Metrics are `solved`, 1 if every test passes,
-    as SWE-bench counts; `fail_to_pass` and `pass_to_pass`, shares of tests that pass; `applied`;
-    and `malformed_patches` so far.
+    as SWE-bench counts; `fail_to_pass` and `pass_to_pass`, shares of tests that pass; `applied`, 1 if
+    the patch applies; and `failed_patches`, the number of steps so far whose patch did not.
 
     Args:
         max_turns: maximum number of steps; each is a patch.
@@ -169,12 +169,12 @@ class RepositoryEnv(SandboxedEnv):
     memory_mb: PositiveInt = 1024
     _answers: _Answers | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
-    _malformed_patches: int = field(default=0, init=False)
+    _failed_patches: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
         """Start a task; return the issue, the files and the form of a patch."""
         self._turns = 0
-        self._malformed_patches = 0
+        self._failed_patches = 0
         self._answers = _read_answers(task, Path(self.checkouts) if self.checkouts else None)
         files = _render_files(self._answers)
         return f"# Issue\n{task.prompt}\n\n# Files\n{files}\n\n# Form of a patch\n{_PATCH_FORM}"
@@ -189,18 +189,18 @@ class RepositoryEnv(SandboxedEnv):
         passed: set[str] = set()
         try:
             files = apply_patch(answers.sources, parse_patch(action))
-            passed = await self._passed_tests(answers, files)
+            passed = await self._run_tests(answers, files)
             applied = True
             observation = "The patch applies."
         except BadPatch as error:
-            self._malformed_patches += 1
+            self._failed_patches += 1
             applied = False
             observation = str(error)
 
         rates = {kind: _pass_rate(names, passed) for kind, names in answers.names_by_kind.items()}
         solved = all(rate == 1 for rate in rates.values())
-        # A run without the repair takes as long as one with it, so a task is not checked before a
-        # patch has solved it.
+        # The tests `fail_to_pass` must fail without the agent's patch. To check this takes another run
+        # of them, so it waits until a patch has solved the task.
         if solved and answers.test_patch:
             await self._require_failing_tests(answers)
         done = solved or self._turns == self.max_turns
@@ -219,11 +219,11 @@ class RepositoryEnv(SandboxedEnv):
                 "solved": float(solved),
                 **rates,
                 "applied": float(applied),
-                "malformed_patches": float(self._malformed_patches),
+                "failed_patches": float(self._failed_patches),
             },
         )
 
-    async def _passed_tests(self, answers: _Answers, files: Mapping[str, str]) -> set[str]:
+    async def _run_tests(self, answers: _Answers, files: Mapping[str, str]) -> set[str]:
         """Return the names of the tests that pass with the patched files.
 
         Raises:
@@ -235,7 +235,7 @@ class RepositoryEnv(SandboxedEnv):
                 return await self._run_pytest(answers, files)
             return await self._run_checks(answers, files)
         except (OSError, ValueError) as error:
-            # A path is impossible, a text is not UTF-8, or the files are too large for the box. Failures
+            # A path is impossible, a text is not UTF-8, or the files are too large for the sandbox. Failures
             # of the machine are SandboxErrors.
             raise BadPatch("The patched files cannot be written.") from error
 

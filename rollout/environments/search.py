@@ -87,7 +87,7 @@ class SearchEnv:
 
         Raises:
             EnvError: the retriever failed, or has no passages by id; no model sees the message.
-            Unusable: no retriever has answered for the time of `retriever.patience_s`.
+            Unusable: no retriever has answered for the seconds of the config's `retriever.patience_s`.
         """
         answer = last_tag(action, "answer")
         if answer is not None:

@@ -256,8 +256,8 @@ def class_log_loss(rows: Sequence[Pairs]) -> float:
     and clipped to [1e-15, 1].
 
     Args:
-        rows: for each row, a pair for every class: 1 for the row's class and 0 for the others, and
-            the predicted probability of the class.
+        rows: for each row, a pair (truth, predicted probability) for every class; truth is 1 for the
+            row's class and 0 for the others.
     """
     losses = []
     for row in rows:

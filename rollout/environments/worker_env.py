@@ -40,7 +40,7 @@ class WorkerEnv:
         self._settings = {"name": name, "options": dict(options), "path": sys.path}
         self._workers = workers
         self._number = next(_ENV_NUMBERS)
-        self._resources = AsyncExitStack()  # closing it leaves the worker
+        self._resources = AsyncExitStack()  # closing it ends this environment's use of the worker
         self._worker: WorkerProcess | None = None
         self._problem: str | None = None  # from `open` until `reset` returns it
         self._state = ""  # after the last call

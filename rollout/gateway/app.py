@@ -93,7 +93,7 @@ class GatewayHandlers:
     Attributes:
         find_backend: returns the backend of an HTTP request; raises GatewayError if there is none.
         max_calls: number of calls that are answered concurrently.
-        calls_in_progress: number of calls that are answered now.
+        calls_in_progress: number of calls that are being answered.
         has_refused_calls: True once a call was refused because there were too many. From then on a
             retry may repeat a refused call, so it does not get the reply of an equal answered call.
     """

@@ -106,7 +106,7 @@ class _StreamOptions(BaseModel):
 
 
 class _CompletionsBody(RequestBody):
-    """Body of a request. A field of type None or of one literal is refused with any other value."""
+    """Body of a request."""
 
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] | None = None

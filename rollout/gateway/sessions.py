@@ -256,7 +256,7 @@ class GatewaySession:
         return self._stored_replies[reply_id]
 
     def _match(self, agent: str, request: ChatRequest) -> _Match:
-        """Find the longest beginning of the conversation that ends with a known reply."""
+        """Find the longest beginning of the conversation that ends with a known reply, and the key of equal calls."""
         reply = None
         known_messages = 0
         digest = b""
@@ -278,6 +278,7 @@ class GatewaySession:
                 request.top_logprobs,
             )
         )
+        # `digest` is now that of the whole conversation.
         key = hashlib.blake2b(digest + settings.encode(), digest_size=_DIGEST_BYTES).digest()
         return _Match(key, reply, known_messages)
 
@@ -471,18 +472,22 @@ def _chat_reply(
         partial_reply: reply as it was streamed; the complete reply continues it.
     """
     message = agent_reply.message or Message(role="assistant", content=agent_reply.text)
+    # A call that could not be read has no name, and its whole text as arguments.
     unreadable_calls = [call.arguments for call in message.calls if not call.name]
     text = "\n".join([after_thought(message.content), *unreadable_calls]).strip()
     if text:
         trailing_space = message.text[len(message.text.rstrip()) :]
-        text += trailing_space  # a stop may begin in it
+        # A stop such as "END\n" is found only with this space. Without a stop it is stripped again.
+        text += trailing_space
     text, stop = request.cut_at_stop(text)
     if stop is None:
         text = text.rstrip()
 
     reasoning = message.reasoning
     if not partial_reply.is_prefix_of(reasoning, text):
-        # the model has ended a thought behind text that was streamed already: it remains text
+        # Because of a late </think>, text that was already streamed now counts as thoughts. For the
+        # program it remains text. The mark stays behind it: `_conversation_digests` leaves out what
+        # precedes a mark, so the conversation is recognized when the program repeats it.
         text = f"{partial_reply.text}{THOUGHT_END}\n\n{text}"
         reasoning = partial_reply.reasoning
 

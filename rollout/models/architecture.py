@@ -119,7 +119,7 @@ class Architecture:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(rows, inputs) of each projection's full weight in a dense layer."""
+        """(rows, inputs) of the whole weight of each projection in a dense layer, before tensor parallelism."""
         query_rows = self.heads * self.head_dim
         kv_rows = self.kv_heads * self.head_dim
         return {

@@ -27,8 +27,8 @@ _TURN_ENDS = {"chatml": "<|im_end|>"}
 
 _ADVICE = f"set chat_template to one of {', '.join(CHAT_TEMPLATES)}, or take another model"
 
-# Prompts without tools whose text and tokens are cached: trajectories of a group begin with the same
-# prompt.
+# Number of chats without tools whose texts are cached, and of texts whose tokens are cached:
+# trajectories of a group begin with the same prompt.
 _CACHED_PROMPTS = 64
 
 # Grammars of replies that are cached: trajectories of a group call with the same schemas.
@@ -238,10 +238,11 @@ class Renderer:
             rest = self._remove_stop(rest)
         return before.prompt_ids + before.completion_ids + self._safe.encode(rest)
 
-    def behind_context(self, context: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    def prepend_context(self, context: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the token ids of a system message, followed by those of a prompt.
 
-        The ids of the prompt stay as they are, but for a start token that the system message has too.
+        The ids of the prompt are not changed, except that its start token is dropped if the system
+        message begins with one.
 
         Args:
             context: text of the system message.

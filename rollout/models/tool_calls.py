@@ -79,7 +79,7 @@ def _split_hermes(text: str) -> tuple[str, list[str]]:
 
 
 def _split_fenced(text: str) -> tuple[str, list[str]]:
-    """Split the calls in blocks that are labelled `tool` from the rest of a text."""
+    """Separate the calls, which are in code blocks labelled `tool`, from the rest of a text."""
     return _split_marked(text, _FENCED_START, _FENCED_END)
 
 

@@ -130,13 +130,14 @@ async def ab_mcts(
 
 async def _preview(env: PlayedEnv, action: str, measure: str) -> Step:
     """Return the step that grades an action."""
-    if measure == "visible_rate":  # the environment `code` measures it on programs to be tried
+    if measure == "visible_rate":  # the environment `code` measures it of a program in `<run>` tags
         action = f"<run>\n{action}\n</run>"
     return await env.preview(action)
 
 
 def _grade_of(step: Step, measure: str) -> float:
     """Return the reward of a step or one of its metrics; 0 for a step without a score."""
+    # The reward of a step without a score is 0.
     if measure == "reward" or step.unscored:
         return step.reward
     if measure not in step.metrics:

@@ -100,7 +100,7 @@ async def coder_tester(
     """Ask `coder` and `tester` at the same time until the program passes the tester's tests.
 
     The last program is final. Templates may use the slots `problem` and `history`: for each round,
-    the program with its result on the tests of the same round, and the full text of each mismatch.
+    the program and its result on each test of the round, with input and output of those that failed.
     After a malformed reply of either agent the program is not run on the tests, and the next round
     begins. A malformed last program leaves the team without a program.
 
@@ -143,6 +143,8 @@ async def coder_tester(
             history += "There was no test.\n\n"
             continue
         result = await env.check(program, cases)
+        # The tester's tests are run in the form of the task's tests: with standard input, or as calls of
+        # a function. If the task has no tests, as in a chat, they cannot be run: the program is final.
         if result.unscored or result.metrics["check_rate"] == 1:
             break
         history += f"{fenced(program)}\n{result.observation}\n\n"

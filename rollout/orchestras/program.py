@@ -288,8 +288,8 @@ async def _call_function(function: _Program, job: Job) -> str:
     """Return the answer of a function; raise ProgramFailed for any error, including SystemExit."""
     try:
         answer = await function(job)
-    # The function may raise CancelledError itself. If this task is cancelled from outside instead, nobody awaits
-    # it, and the ProgramFailed is dropped.
+    # CancelledError is caught because the function may raise it itself. To catch a cancellation by `with_deadline`
+    # does no harm, because `with_deadline` drops the error of a call that it has cancelled.
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise ProgramFailed(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]) from error
     if not isinstance(answer, str):

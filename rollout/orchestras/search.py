@@ -195,8 +195,8 @@ async def memory_search(
 
     Args:
         max_turns: maximum number of requests of the lead to the scout.
-        max_calls: maximum number of replies of the scout with tool calls to one request; the reply
-            after them is its report, and calls in it are not made.
+        max_calls: for each request, maximum number of the scout's replies that call tools; its next
+            reply is the report, and calls in it are not made.
     """
     question = env.reset(task)
     lead = team.chat("lead")

@@ -107,8 +107,9 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
 async def math_refine(task: Task, team: TeamSession, env: Env) -> None:
     """Ask `solver`, `verifier`, `refiner` and `finalizer` once each; the last answer is final.
 
-    Templates may use the slots `problem`, `solution`, `review` and `refined`, of the agents that
-    spoke before. The review is the content of the verifier's two tags, or "" if it is malformed.
+    Templates may use the slot `problem` and those of the agents that spoke before: `solution` (of the
+    solver), `review` (of the verifier) and `refined` (of the refiner). The review is the content of the
+    tags `<status>` and `<feedback>`, or "" if it is malformed.
     """
     problem = env.reset(task)
     solved = await team.act("solver", problem=problem)

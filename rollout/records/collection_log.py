@@ -22,7 +22,9 @@ class CollectionLog:
     """Append-only file of one step's collection, read when a run is restarted.
 
     Every line is a JSON object. The first one holds the digest of the recipe; a log of another
-    recipe is started anew. A line that a kill has cut off is skipped.
+    recipe is started anew. A line that a kill has cut off is skipped. Calls are those of tools and
+    environments that a restart must not repeat; each is named by the key that `CallRecord` makes.
+    Results are looked up among those that the file held when it was opened.
     """
 
     def __init__(self, path: Path, recipe: str = "") -> None:

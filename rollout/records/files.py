@@ -131,7 +131,7 @@ def write_trajectories(
     """Write trajectories with all ids and tokens as parquet; a failure leaves no partial file.
 
     Args:
-        metadata: texts that `trajectory_metadata` returns.
+        metadata: texts about the file, by name; `trajectory_metadata` returns them.
     """
     # dump_python returns the same as dataclasses.asdict, 15 times faster
     rows = (_TRAJECTORY.dump_python(trajectory, warnings=False) for trajectory in trajectories)
@@ -319,7 +319,7 @@ def table_rows(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str,
     """Return the rows of a table of the file `path`, with the columns of `schema` and their types.
 
     Raises:
-        RecordError: the table lacks a column, or has one of another type.
+        RecordError: the table lacks a column, or has one that cannot be converted to its type.
     """
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:

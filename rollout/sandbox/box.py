@@ -70,6 +70,7 @@ class Sandbox(Runner):
 
         Raises:
             ValueError: there is no such tier, or `slots` is below 1.
+            SandboxUnavailable: this kind of machine has no tier that isolates.
         """
         super().__init__(limits, len(os.sched_getaffinity(0)) if slots is None else slots)
         self.tier = ""

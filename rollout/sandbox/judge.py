@@ -127,9 +127,9 @@ def same_tokens(answer: str, expected: str) -> bool:
 
 
 def same_floats(answer: str, expected: str) -> bool:
-    """Return True if the words are equal and the decimal numbers are within TOLERANCE.
+    """Return True if each word equals the expected one, or both are numbers within TOLERANCE.
 
-    Two integers must be equal: neighbours of a long integer are within any relative tolerance.
+    Two integers must be equal: within a relative tolerance, a long integer would match its neighbours.
     """
     words = answer.split()
     expected_words = expected.split()

@@ -21,7 +21,7 @@ from rollout.sandbox.tiers import NAMESPACES, interpreter, readable_paths, site_
 BOXES = Path(tempfile.gettempdir())
 
 _GUEST_PARENT = Path(__file__).resolve().parent
-_START_WARDENS = (
+_START_ZYGOTE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from guest.warden import main; "
     "del sys.path[0]; main()"
 )
@@ -46,7 +46,8 @@ class JailPool:
 
     Attributes:
         zygote: process that is cloned.
-        groups: control groups of the jails; None if this user may not create any.
+        groups: control groups of the jails; None if this user may not create any, and in tiers other than
+            "namespaces".
         boxes: folder with the jobs' working folders; None if jobs have a root file system of their
             own.
     """
@@ -67,6 +68,7 @@ class JailPool:
 
         _remove_abandoned_boxes()
         if tier != NAMESPACES:
+            # The prefix names this process, so that a later one can remove the folder if it is abandoned.
             self.boxes = Path(tempfile.mkdtemp(prefix=cgroup.process_prefix(), dir=BOXES))
         else:
             parents = cgroup.writable_parents()
@@ -81,7 +83,7 @@ class JailPool:
         }
         self._channel, zygote_end = wire.pair()
         # -s -P -S: no user packages, no working folder and no .pth files on the import path
-        python = [interpreter(), "-s", "-P", "-S", "-c", _START_WARDENS]
+        python = [interpreter(), "-s", "-P", "-S", "-c", _START_ZYGOTE]
         arguments = [str(_GUEST_PARENT), str(zygote_end.fileno()), json.dumps(settings)]
         with zygote_end:
             self.zygote = subprocess.Popen(

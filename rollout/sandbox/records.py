@@ -120,8 +120,8 @@ class JobReport:
         cpu_s: CPU time in seconds of all its processes.
         memory_bytes: peak resident memory of its largest process, or of that of an earlier job of
             the jail if that was larger.
-        out_of_memory: True if the kernel killed one of its processes because its control group had
-            no memory left.
+        out_of_memory: True if the job failed and the kernel killed one of its processes because its
+            control group had no memory left.
     """
 
     exit_code: int

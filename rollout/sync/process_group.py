@@ -75,7 +75,7 @@ class DistributedSender(PushSender):
         world_size = 1 + tp * len(self.urls)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         self._destroy_abandoned_groups()
-        self._group_name = self._free_group_name()
+        self._group_name = self._unused_group_name()
         listener = socket.create_server((_address_towards(self.urls[0]), 0))
         address, port = listener.getsockname()
         bodies = [
@@ -99,8 +99,12 @@ class DistributedSender(PushSender):
             raise
         return own_member.result()
 
-    def _free_group_name(self) -> str:
-        """Return a name for a new group, after destroying what an earlier trainer left under it."""
+    def _unused_group_name(self) -> str:
+        """Return an unused name for a new group.
+
+        The name ends in the next number. If servers still have a group of this name, from an earlier
+        trainer, it is destroyed; if that fails, the name gets a random suffix.
+        """
         name = f"{_GROUP_NAME}-{next(_group_numbers)}"
         if self._destroy_group(name):
             return name

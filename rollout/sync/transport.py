@@ -153,7 +153,10 @@ class WeightSender:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what servers hold for this sender; most hold nothing. Called on every rank, after its last update."""
+        """Release what servers hold for this sender; for most kinds of sender they hold nothing.
+
+        Called on every rank, after its last update.
+        """
 
 
 def make_sender(

@@ -122,8 +122,8 @@ def program_demonstrations(
 
     The coder defines a formula in its Python session, tries it on the example, and hands it in. If
     it slips, it takes a wrong formula, or does not follow the reviewer; if the reviewer slips, it
-    names a wrong one. The coder notices some wrong values. A policy that imitates this perfectly is
-    well formed, and as often wrong as right.
+    names a wrong one. The coder notices some wrong values. A policy that imitates this perfectly
+    writes well-formed replies, which are wrong as often as right.
 
     Args:
         seed: seed of the run.
@@ -142,7 +142,7 @@ def program_demonstrations(
 
 
 class _CodingTeacher:
-    """Teacher of a coder and a reviewer, who know the formula of a task, and slip."""
+    """Scripted coder and reviewer of a task, who both know its formula, and slip."""
 
     def __init__(self, task: Task, random: Random, slips: Mapping[str, float]) -> None:
         _, formula, _, example = task.id.split(":")  # as `_draw` writes it
@@ -153,7 +153,7 @@ class _CodingTeacher:
         self._random = random
         self._slips = slips
         self._formula = ""  # formula that the coder has tried last
-        self._has_noticed = False  # the coder notices a wrong value once
+        self._has_noticed = False  # the coder notices at most one wrong value of a task
 
     def reply(self, agent: str, messages: Sequence[Message]) -> str:
         """Return an agent's reply to its chat so far."""

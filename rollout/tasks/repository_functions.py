@@ -1,8 +1,8 @@
 """Functions of generated repositories: correct ones, each with variants that have one bug.
 
-Agents see this source, so it has no annotations. `_chunks_dropped` is the bug `dropped` of
-`chunks`: agents see its body under the name and docstring of `chunks`. A decorator must fit on one
-line, because exactly one line is stripped.
+Agents see the source of the functions below the helpers, so these functions have no annotations.
+`_chunks_dropped` is the bug `dropped` of `chunks`: agents see its body under the name and docstring of
+`chunks`. A decorator must fit on one line, because exactly one line is stripped.
 """
 
 # mypy: disable-error-code="no-untyped-def, var-annotated"

@@ -25,7 +25,7 @@ Teacher = Callable[[str, Sequence[Message]], str]
 
 
 class TeachingSession(TeamSession):
-    """Session of a team with scripted replies, which makes mistakes now and then.
+    """Session of a team whose replies are scripted, by `reply_of` of a subclass.
 
     Attributes:
         demonstrations: all replies so far, with their prompts.

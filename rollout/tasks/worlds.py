@@ -40,7 +40,8 @@ def gymnasium_tasks(
 ) -> list[Task]:
     """Draw sizes[split] games for each split.
 
-    A game is the seed of a reset, which belongs to one split for every seed of the run.
+    A game is identified by the seed of its reset, which belongs to the same split whatever the seed of
+    the run is.
 
     Args:
         seed: seed of the run.
@@ -61,7 +62,8 @@ def openenv_tasks(
 ) -> list[Task]:
     """Draw sizes[split] games of an environment of OpenEnv for each split.
 
-    A game is the seed of a reset, which belongs to one split for every seed of the run.
+    A game is identified by the seed of its reset, which belongs to the same split whatever the seed of
+    the run is.
 
     Args:
         seed: seed of the run.
@@ -85,7 +87,10 @@ def _seeded_games(
     instructions: str,
     key_of: Callable[[int], str],
 ) -> list[Task]:
-    """Draw games that are seeds of a reset; `key_of` returns the key of a seed's game."""
+    """Draw games that are seeds of a reset.
+
+    `key_of` returns the game's key for a seed, the only entry of the task's `answers`.
+    """
 
     def draw(random: Random, split: str) -> int | None:
         number = random.randrange(2**31)

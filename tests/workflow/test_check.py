@@ -378,11 +378,11 @@ def test_a_missing_tracking_library_is_reported(monkeypatch: pytest.MonkeyPatch)
     [
         (
             "sokoban",
-            "expected rows of signs separated by spaces, all of one length); its tasks are of env 'plan_path'",
+            "expected rows of signs separated by spaces, all of one length); the task is of env 'plan_path'",
         ),
         (
             "blocksworld",
-            "expected lines 'now: A B | C' and 'goal: C B A' with the same blocks); its tasks are of env",
+            "expected lines 'now: A B | C' and 'goal: C B A' with the same blocks); the task is of env",
         ),
     ],
 )

@@ -65,7 +65,7 @@ from mcore_mas.runtime import stop_signal
 def report_imports(*numbers):
     print(sorted({"typer", "rich", "yaml", "numpy"} & set(sys.modules)))
     raise stop_signal.Stopped("stopped")
-stop_signal.stop_at_start = report_imports
+stop_signal.raise_on_stop_signals = report_imports
 """
 
 

@@ -57,7 +57,7 @@ def test_the_stages_of_a_run_follow_from_its_config() -> None:
         "real": "plain",
     }
     assert loaded.run_pattern(builds_index=False) == "plain|external"
-    assert loaded.run_pattern(builds_index=False, shares_tasks=True) == "real"
+    assert loaded.run_pattern(builds_index=False, links_tasks=True) == "real"
     assert Suite.load(suite(plain=MATH)).run_pattern(builds_index=True) == "(?!)"
 
 

@@ -45,7 +45,7 @@ rule share_tasks:
     log:
         "<results>/{run}/logs/share_tasks.log",
     wildcard_constraints:
-        run=SUITE.run_pattern(builds_index=False, shares_tasks=True),
+        run=SUITE.run_pattern(builds_index=False, links_tasks=True),
     localrule: True
     conda:
         ENVIRONMENT

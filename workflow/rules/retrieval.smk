@@ -98,7 +98,7 @@ rule share_index:
     log:
         "<results>/{run}/logs/share_index.log",
     wildcard_constraints:
-        run=SUITE.run_pattern(builds_index=True, shares_tasks=True),
+        run=SUITE.run_pattern(builds_index=True, links_tasks=True),
     localrule: True
     conda:
         ENVIRONMENT

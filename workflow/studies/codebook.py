@@ -4,8 +4,8 @@ The module defines their tasks and demonstrations (`GENERATOR`), their environme
 their orchestras (`rescue`, `scale`).
 
 A task names two codes and a distractor, for example "17 30 4". Each agent answers one of the codes
-with a letter. Each agent has a fixed code book with the right letter of each code, which no agent
-sees. There are 24 codes and 8 letters, so a guess is right in 1 of 8 cases. The right letter depends
+with a letter. For each agent a fixed code book gives the right letter of each code; no agent sees a
+code book. There are 24 codes and 8 letters, so a guess is right in 1 of 8 cases. The right letter depends
 on one code only, so an agent's share of right letters on held-out tasks measures its skill
 independently of the other agent.
 """
@@ -73,7 +73,7 @@ def tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
             Task(
                 id=prompt,
                 prompt=prompt,
-                answers=("",),
+                answers=("",),  # not used: `Guess` looks the right letters up
                 env="codebook:guess",
                 source="codes",
                 split=split,
@@ -115,7 +115,7 @@ GENERATOR = Generator(tasks=tasks, demonstrations=demonstrations)
 
 
 def parse_letter(text: str) -> str | None:
-    """Return the letter of a reply, or None for any other reply."""
+    """Return a reply that is exactly one of LETTERS, or None for any other reply."""
     return text if text in LETTERS and len(text) == 1 else None
 
 
@@ -133,9 +133,10 @@ class Guess:
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Return a step that ends the task if the letter is right.
+        """Return a step that is done if the letter is right.
 
-        The spender's reward is 0 here, because `scale` gives it a penalty as its local score.
+        The spender's reward is 0, so that the outcome of `scale` depends on the solver alone. The
+        spender learns from the local score that `scale` sets.
         """
         agent, _, guessed = action.partition(" ")
         right = float(guessed == letter(self._prompt, agent))
@@ -153,8 +154,8 @@ async def rescue(task: Task, team: TeamSession, env: Guess, *, calls: PositiveIn
     """Play a team in which the rescuer acts only if the solver is wrong; all share one reward.
 
     The rescuer is called up to `calls` times until it is right. If the solver is mostly right from
-    the start, the rescuer acts in few trajectories, all of which begin with a wrong letter, so its
-    mean reward is far below that of the team.
+    the start, the rescuer acts in few trajectories, all of which begin with a wrong letter. The
+    mean reward of these is far below that of all trajectories.
     """
     problem = env.reset(task)
     reply = await team.act("solver", problem=problem)
@@ -167,10 +168,10 @@ async def rescue(task: Task, team: TeamSession, env: Guess, *, calls: PositiveIn
 
 
 async def scale(task: Task, team: TeamSession, env: Guess, *, cost: float = 50.0) -> None:
-    """Play a team of two agents whose local rewards differ in scale by the factor `cost`.
+    """Play a team of two agents whose local scores differ in scale by the factor `cost`.
 
-    The reward of the solver is 1 for a right letter. That of the spender is a random penalty of up
-    to `cost` for a wrong letter.
+    The local score of the solver is 1 for a right letter, else 0. That of the spender is 0 for a right
+    letter, else a random penalty of up to `cost`. Both agents always act.
     """
     problem = env.reset(task)
     for agent in ("solver", "spender"):

@@ -93,11 +93,13 @@ class KernelHead(torch.autograd.Function):
     """Log-probabilities and entropies with Triton's kernels; see `logprobs_and_entropy`.
 
     `apply(hidden, weight, labels, temperatures, columns, is_embedding, chunks, masks)`: `hidden` is
-    [N, hidden], and `weight` is [columns with padding, hidden], the part of this rank.
-    `labels` are counted from its first column, `columns` is the number of its columns without padding,
-    `chunks` are the row ranges that are computed together, and `masks` are the rows' `ColumnMasks`, or
-    None. The gradient of the weight is added to Megatron's float32 buffer, if there is one. Logits are
-    float32, and never rounded to the factors' bfloat16.
+    [N, hidden]. `weight` is [columns with padding, hidden]: the rows of the head that this rank holds,
+    each of which gives one column of the rank's logits. `columns` is the number of these columns without
+    padding, and `labels` are counted from the first of them. `is_embedding` is True if the weight is also
+    the embedding of this pipeline stage. `chunks` are the row ranges that are
+    computed together. `masks` are the rows' `ColumnMasks`, or None. The gradient of the weight is added
+    to Megatron's float32 buffer, if there is one. Logits are float32, and never rounded to the factors'
+    bfloat16.
     """
 
     @staticmethod
@@ -113,7 +115,7 @@ class KernelHead(torch.autograd.Function):
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
         statistics = torch.empty(4, len(labels), dtype=torch.float32, device=hidden.device)
-        logits = hidden.new_empty(0)  # kept if there are no rows, and thus no chunks
+        logits = hidden.new_empty(0)  # what the first `del` deletes; `last_logits` without chunks
         for chunk in chunks:
             del logits  # free the memory before the next chunk needs it
             logits = _float32_logits(hidden[chunk], weight, masks, chunk)

@@ -118,18 +118,19 @@ class TileSizes:
     def min_shared_memory_kib(head_dim: int, bf16: bool) -> int:
         """Return the KiB of shared memory that a GPU must have for the kernels of heads of this width.
 
-        Compiled for GPUs with little shared memory (sm_80, sm_89), the kernels take 161 KiB for
-        float32 heads of 128, and 97 for bfloat16 heads of 128. For bfloat16 heads of 256, whose tiles
-        have 16 keys there, they take 83 of the 98 KiB that are returned. The need grows with the width.
+        Compiled for sm_80 and sm_89, the kernels take 161 KiB for float32 heads of 128, and 97 for
+        bfloat16 heads of 128. bfloat16 heads of 256 take 83 KiB with the 16 keys that `of` chooses
+        where shared memory is small; to leave a margin, 98 are returned for these. The need is taken
+        to be proportional to the width, rounded up to a power of two and at least 64.
         """
         if not bf16:
-            kib_for_128 = 161
+            kib_per_128_columns = 161
         elif head_dim <= 128:
-            kib_for_128 = 97
+            kib_per_128_columns = 97
         else:
-            kib_for_128 = 49
+            kib_per_128_columns = 49
         width = max(64, _next_power(head_dim))
-        return -(-kib_for_128 * width // 128)
+        return -(-kib_per_128_columns * width // 128)
 
 
 def _next_power(count: int) -> int:

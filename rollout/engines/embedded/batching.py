@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
-# While no request ends, an exchange may last this many times its `budget_s`. It may last longer if
-# the client can interrupt it.
+# While no request ends, an exchange may last this many times its `budget_s`. The factor is
+# larger if the client can interrupt the exchange.
 _INTERRUPTIBLE_BUDGET_FACTOR = 15
 _UNINTERRUPTIBLE_BUDGET_FACTOR = 5
 

@@ -216,11 +216,12 @@ class Fleet:
 
         Each server gets only the tags whose memory is not yet freed or allocated, because SGLang's
         memory saver crashes a server that is told to free or to allocate the same memory twice. For
-        example, the memory is freed already after a rollout that never began.
+        example, if a rollout fails before it has woken the servers, they are told to sleep again.
         """
         wanted: list[str] = [*tags]
         if "kv_cache" in tags:
-            # Graphs of decoding go with the KV cache (see `graph_error`).
+            # With SGLANG_MEMORY_SAVER_CUDA_GRAPH, a server frees its CUDA graphs of decoding together
+            # with the KV cache, under a tag of their own.
             wanted.append("cuda_graph")
 
         async def free_or_take(replica: Replica) -> None:

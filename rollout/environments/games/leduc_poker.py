@@ -71,7 +71,7 @@ class LeducPoker(ZeroSumGame[LeducHand]):
 
     def legal_actions(self, state: LeducHand) -> Sequence[str]:
         actions = state.rounds[-1]
-        legal = ["call"]
+        legal = ["call"]  # without a raise it costs nothing, as poker's check
         if actions and actions[-1] == "raise":
             legal.insert(0, "fold")
         if actions.count("raise") < _MOST_RAISES:

@@ -141,9 +141,12 @@ def confine_program(*, readable: Iterable[str], writable: Iterable[str], port: i
 def confine_files(*, readable: Iterable[str], writable: Iterable[str], port: int = 0) -> None:
     """Let this process and its children open only files at or below these paths, and /dev/null.
 
+    If the kernel's Landlock can, it also refuses TCP connections, and signals and abstract sockets that
+    lead to other processes.
+
     Args:
-        readable: paths that may be read and executed.
-        writable: paths that may be written.
+        readable: paths below which files may be read and executed.
+        writable: paths below which files may be read, changed, made and removed, and not executed.
         port: TCP port that may be connected to; 0: none.
 
     Raises:

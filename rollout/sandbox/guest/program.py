@@ -105,7 +105,7 @@ def _run_cell(text: bytes, name: str, scope: dict[str, Any]) -> str:
     """Run one cell and print the value of its last expression.
 
     Returns:
-        Name of the exception that ended the cell, or "".
+        Name of the exception with which the cell failed; "" if it succeeded. `exit(0)` is a success.
     """
     error_name = ""
     try:
@@ -122,7 +122,9 @@ def _run_cell(text: bytes, name: str, scope: dict[str, Any]) -> str:
             if value is not None:
                 print(repr(value))
     except BaseException as error:
-        if _report_exception(error):
+        exit_status = _report_exception(error)
+        if exit_status != 0:
+            # The host looks for the name MemoryError; NumPy's error is a subclass with another name.
             is_memory_error = isinstance(error, MemoryError)
             error_name = "MemoryError" if is_memory_error else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Zygote and wardens: the process that a sandbox clones, and the clones, which run one job each."""
+"""Zygote and wardens: the process that a sandbox clones, and the clones, each of which runs jobs in one box."""
 
 import errno
 import gc
@@ -174,7 +174,7 @@ class Warden:
     # --- commands of the host
 
     def _open_box(self, files: list[int], limits: dict[str, Any], cores: list[int]) -> None:
-        """Take the limits and the cores of a job, and enter its box.
+        """Take the limits and the cores of this warden's jobs, and enter their box.
 
         Args:
             files: descriptors that came with the command; this command has none.

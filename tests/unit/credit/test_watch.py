@@ -148,7 +148,11 @@ def test_the_log_of_a_collapsed_training_has_the_warning_in_its_fifth_step_and_a
         ((0.0, 0.0), 0.0, r"no reply of this step was well-formed \(agent/\*/valid_ratio is 0\)"),
         ((0.0, 0.0), 0.5, "every reward of this step is 0; take easier tasks"),
         ((1.0, 1.0), 1.0, "every reward of this step is 1; take harder tasks"),
-        ((0.0, 1.0), 1.0, "all turns that are compared got equal rewards; change tasks"),
+        (
+            (0.0, 1.0),
+            1.0,
+            "turns that are compared with each other got equal rewards; change tasks",
+        ),
     ],
 )
 def test_the_error_has_the_reason_why_there_is_no_advantage(

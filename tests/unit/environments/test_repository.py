@@ -91,7 +91,7 @@ def test_a_patch_is_scored_by_the_tests_that_failed_and_those_that_passed(box: S
         "fail_to_pass": 1.0,
         "pass_to_pass": 1.0,
         "applied": 1.0,
-        "malformed_patches": 0.0,
+        "failed_patches": 0.0,
     }
 
 
@@ -136,7 +136,7 @@ def test_a_patch_cannot_say_that_tests_pass(box: Sandbox) -> None:
 @pytest.mark.parametrize("path", [".", "pkg/m.py/x.py"])
 def test_a_patch_of_an_impossible_path_does_not_apply(box: Sandbox, path: str) -> None:
     _, [step] = steps(box, f"{path}\n<<<<<<< SEARCH\n=======\nx\n>>>>>>> REPLACE")
-    assert (step.metrics["applied"], step.metrics["malformed_patches"]) == (0.0, 1.0)
+    assert (step.metrics["applied"], step.metrics["failed_patches"]) == (0.0, 1.0)
     assert step.reward == 0.0
 
 
@@ -156,7 +156,7 @@ def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox)
     replies = [block("nothing", "x"), "no idea", f"<think>so</think>{RIGHT}"]
     trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=make_env)
     assert (trajectory.outcome, trajectory.metrics["solved"]) == (1.0, 1.0)
-    assert trajectory.metrics["malformed_patches"] == 2.0
+    assert trajectory.metrics["failed_patches"] == 2.0
     assert validity(trajectory) == [True, False, True]
     assert "from 'nothing' on, are not there" in prompts[1]
     assert "There is no patch" in prompts[2]

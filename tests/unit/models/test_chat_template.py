@@ -128,7 +128,7 @@ def test_a_prompt_behind_a_context_begins_with_one_start_of_text(tmp_path: Path)
     start = "<|begin_of_text|>"
     assert prompt.startswith(start)
     context = f"{start}<|start_header_id|>system<|end_header_id|>\n\nC<|eot_id|>"
-    token_ids = renderer.behind_context("C", prompt_ids)
+    token_ids = renderer.prepend_context("C", prompt_ids)
     assert renderer.decode_raw(token_ids) == context + prompt.removeprefix(start)
 
 

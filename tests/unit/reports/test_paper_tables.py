@@ -8,7 +8,13 @@ import pytest
 import yaml
 
 from mcore_mas.config.experiments import experiments
-from mcore_mas.reports.paper_tables import TABLES, PaperTable, TableError, table_names, tables_of
+from mcore_mas.reports.paper_tables import (
+    TABLES,
+    PaperTable,
+    TableError,
+    table_names,
+    tables_in_folder,
+)
 
 
 @pytest.mark.parametrize("name", table_names())
@@ -121,7 +127,7 @@ def test_an_invalid_table_is_refused_in_one_line(
 
 
 def test_a_file_may_have_one_table_as_in_older_bundles(tmp_path: Path) -> None:
-    (tmp_path / "table.yaml").write_text(yaml.safe_dump(tables_of()["drmas_3"][1]))
+    (tmp_path / "table.yaml").write_text(yaml.safe_dump(tables_in_folder()["drmas_3"][1]))
     assert PaperTable.load("table", tmp_path) == PaperTable.load("drmas_3").model_copy(
         update={"name": "table"}
     )

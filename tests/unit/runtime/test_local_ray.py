@@ -167,7 +167,7 @@ from unittest import mock
 import psutil, ray
 from ray._private import services
 from mcore_mas.runtime.local_ray import running_ray
-from mcore_mas.runtime.stop_signal import Stopped, stop_at_start
+from mcore_mas.runtime.stop_signal import Stopped, raise_on_stop_signals
 
 get_node = services.get_node
 
@@ -175,7 +175,7 @@ def get_node_when_stopped(*arguments, **options):
     os.kill(os.getpid(), int(sys.argv[1]))
     return get_node(*arguments, **options)
 
-stop_at_start()
+raise_on_stop_signals()
 try:
     with mock.patch.object(services, "get_node", get_node_when_stopped), running_ray(1, 100):
         print("Ray runs")

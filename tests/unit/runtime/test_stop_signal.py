@@ -18,8 +18,8 @@ from mcore_mas.runtime.stop_signal import (
     STOP_SIGNALS,
     Abandoned,
     StopSignal,
-    stop_at_start,
-    undo_stop_at_start,
+    raise_on_stop_signals,
+    undo_raise_on_stop_signals,
 )
 
 # A process that starts Ray, works in an event loop, shuts down, and ends. At each of these moments
@@ -27,7 +27,7 @@ from mcore_mas.runtime.stop_signal import (
 _PROCESS = """
 import asyncio, atexit, os, signal, sys
 from mcore_mas.runtime.stop_signal import (
-    StopSignal, Stopped, ignore_stop_signals, preserved_sigterm_handler, stop_at_start
+    StopSignal, Stopped, ignore_stop_signals, preserved_sigterm_handler, raise_on_stop_signals
 )
 
 def reach(moment):
@@ -56,7 +56,7 @@ class LastObject:
         reach("the interpreter ends")
 
 try:
-    stop_at_start()
+    raise_on_stop_signals()
     with preserved_sigterm_handler():
         ray_init()
     reach("Ray runs")
@@ -105,9 +105,9 @@ def test_a_signal_after_the_work_leaves_a_finished_run(moment: str, number: sign
 
 SIGNALLED_AGAIN = """
 import os, signal, sys
-from mcore_mas.runtime.stop_signal import ignore_stop_signals, Stopped, stop_at_start
+from mcore_mas.runtime.stop_signal import ignore_stop_signals, Stopped, raise_on_stop_signals
 try:
-    stop_at_start()
+    raise_on_stop_signals()
     os.kill(os.getpid(), signal.SIGTERM)
 except Stopped as stop:
     ignore_stop_signals()
@@ -127,7 +127,7 @@ def test_a_second_signal_at_the_end_changes_nothing() -> None:
 
 DROPPED_EXCEPTION = """
 import os, signal, sys, time, weakref
-from mcore_mas.runtime.stop_signal import ignore_stop_signals, Stopped, stop_at_start
+from mcore_mas.runtime.stop_signal import ignore_stop_signals, Stopped, raise_on_stop_signals
 
 class Object:
     pass
@@ -137,7 +137,7 @@ def send_signal(reference):
     time.sleep(0)  # the handler has been called when this returns
 
 try:
-    stop_at_start()
+    raise_on_stop_signals()
     last_object = Object()
     reference = weakref.ref(last_object, send_signal)
     del last_object
@@ -167,7 +167,7 @@ def test_a_signal_whose_exception_python_drops_is_sent_again(number: signal.Sign
 # Tasks of a team that do not end, which a Ctrl-C interrupts; the process then saves its state and ends.
 _TEAM = """
 import asyncio, os, signal, sys, time
-from mcore_mas.runtime.stop_signal import StopSignal, Stopped, stop_at_start
+from mcore_mas.runtime.stop_signal import StopSignal, Stopped, raise_on_stop_signals
 from rollout.base.async_tasks import gather_or_cancel
 
 async def blocks():
@@ -203,7 +203,7 @@ async def work(stop):
     finally:
         stop.finish()
 
-stop_at_start()
+raise_on_stop_signals()
 try:
     asyncio.run(work(StopSignal()))
 except Stopped as stopped:
@@ -332,8 +332,8 @@ def test_a_program_that_runs_after_the_start_gets_pythons_handlers(
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # undone after the test
     handler_before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        stop_at_start(signal.SIGTERM, signal.SIGINT)
-        undo_stop_at_start()
+        raise_on_stop_signals(signal.SIGTERM, signal.SIGINT)
+        undo_raise_on_stop_signals()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN

@@ -166,7 +166,7 @@ def test_a_reply_that_is_too_long_behind_the_context_does_not_learn_from_the_tea
 ) -> None:
     config = RunConfig.load(make_run(tmp_path, CONTEXT, "engine.max_length=70") / "config.yaml")
     renderer = renderer_of("qwen2.5", tmp_path / "bytes")
-    context_ids = renderer.behind_context("The answer is 42.", ())
+    context_ids = renderer.prepend_context("The answer is 42.", ())
     longest_prompt = 70 - len(context_ids) - len(SAMPLE.completion_ids)
     longest = replace(SAMPLE, prompt_ids=(5,) * longest_prompt, advantages=(1.0, 1.0))
     too_long = replace(longest, turn=1, prompt_ids=(5,) * (longest_prompt + 1))
