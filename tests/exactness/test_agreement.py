@@ -1,4 +1,4 @@
-"""Bounds on the gap between engine and trainer in bfloat16, in shallow and deep models."""
+"""Bounds on the gap between engine and trainer in bfloat16, in a shallow model."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 # `make exactness` measures the other depths too.
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", LAYER_COUNTS[:2])
+@pytest.mark.parametrize("layers", LAYER_COUNTS[:1])
 def test_right_weights_pass_and_a_stale_tensor_stops_the_run(layers: int, tmp_path: Path) -> None:
     trained = train_model(layers)
     right, stale = list(trained.stale_weights)[:2]

@@ -33,11 +33,9 @@ AS_USER = f"exec setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups --inh-
 def test_the_sandbox_of_an_ordinary_user_isolates_in_both_tiers() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, NOBODY, NOBODY)
-        path = Path(__file__)
-        # The other files of the folder test files, judges and a remote sandbox, which ask for no rights.
-        others = [
-            str(other) for other in sorted(path.parent.glob("test_sandbox_*.py")) if other != path
-        ]
+        # The other files test runs and judges, which ask for no rights.
+        attacks = Path(__file__).with_name("test_sandbox_attacks.py")
+        exhaustion = Path(__file__).with_name("test_sandbox_exhaustion.py")
         pytest_arguments = [
             "-m",
             "pytest",
@@ -47,7 +45,8 @@ def test_the_sandbox_of_an_ordinary_user_isolates_in_both_tiers() -> None:
             "no:cacheprovider",
             "--basetemp",
             f"{folder}/t",
-            *others,
+            str(attacks),
+            str(exhaustion),
         ]
         script = f'{OPEN_ROOT_FOLDER}{AS_USER} "$0" "$@"'
         environment = {"HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
