@@ -175,7 +175,10 @@ with owned(Path("/dev/shm")):
         refusal = str(error)
 
 def listening_addresses():
-    pids = {p.pid for p in psutil.process_iter() if "TrainerRank" in " ".join(p.cmdline())}
+    pids = set()
+    for process in psutil.process_iter(["cmdline"]):
+        if "TrainerRank" in " ".join(process.info["cmdline"] or ()):
+            pids.add(process.pid)
     connections = psutil.net_connections("tcp")
     return {c.laddr for c in connections if c.status == "LISTEN" and c.pid in pids}
 
