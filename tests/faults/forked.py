@@ -5,6 +5,7 @@ A start takes a second, and killing a fork does not affect the test.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -63,6 +64,8 @@ def forked(work: Callable[[], object], log: Path, orders: str = "") -> int:
     """
     child = os.fork()
     if child == 0:
+        # Destructors of this process's objects may need threads, of which a fork has none.
+        gc.freeze()
         try:
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
