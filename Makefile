@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-environments test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format package site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-environments test-coding-agents test-nodes test-learning test-slurm test-mlflow kills chaos notebooks lint format package site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ chaos: kills ## kill, stop and starve runs and damage their files, between write
 	status=0; OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list) || status=$$?; \
 	$(BIN)/python -m tests.faults.page results/chaos.xml results/chaos.json; \
 	exit $$status
+
+test-learning: $(STAMP) ## run trainings whose scores must rise: self-play in poker, and a distillation
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --learning tests/workflow/test_poker.py tests/workflow/test_distill_demo.py
 
 test-nodes: $(STAMP) ## run trainings on several nodes, which are network namespaces of this machine (as root)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nodes tests/workflow/test_nodes.py

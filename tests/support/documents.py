@@ -147,7 +147,7 @@ RUN_BY: dict[str, Runner] = {
         "unit/pipeline/test_distill.py", "needs a trained team with right answers"
     ),
     r"mcore-mas run demo_distill && mcore-mas distill demo_distill.*": Runner(
-        "workflow/test_distill_demo.py", "takes minutes"
+        "make test-learning", "takes minutes"
     ),
     r"mcore-mas replay .*": Runner(
         "unit/training/test_async_rollout.py", "needs a trajectory that failed"

@@ -28,6 +28,7 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.usefixtures("measures_learning")
 def test_one_model_is_as_right_as_the_vote_at_a_third_of_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

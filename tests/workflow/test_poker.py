@@ -35,6 +35,7 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.usefixtures("measures_learning")
 def test_self_play_is_exploited_less_and_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
