@@ -43,7 +43,7 @@ def plan_lines(config: RunConfig, cluster: Cluster) -> Iterator[str]:
     sizes = [f"{policy} {_gb(size)}" for policy, size in weights.items()]
     yield f"  engines: weights of {', '.join(sizes)}; KV cache {_gb(peak.kv_cache)} each"
     yield (
-        f"  a step trains {tokens / 1e6:.2f} M tokens if all agents speak in all rounds; checkpoints take "
+        f"  a step trains {tokens / 1e6:.2f} M tokens if all agents speak in all rounds; checkpoints and models take "
         f"{_gb(estimate_disk(config, models))} of disk, trainers "
         f"{_gb(estimate_host_memory(config, models))} of host memory"
     )
