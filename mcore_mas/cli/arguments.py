@@ -92,7 +92,9 @@ def results_folder(folder: Path) -> Path:
 
 
 def output_path(path: Path | None) -> Path | None:
-    """Check that a command can write a file or folder at this path; return it unchanged, as a callback of Typer.
+    """Check that a command can write a file or folder at this path.
+
+    This is a callback of Typer, so it returns the path.
 
     Raises:
         FolderError: it cannot be written.
@@ -103,7 +105,9 @@ def output_path(path: Path | None) -> Path | None:
 
 
 def output_file(path: Path | None) -> Path | None:
-    """Check that a command can write a file at this path; return it unchanged, as a callback of Typer.
+    """Check that a command can write a file at this path.
+
+    This is a callback of Typer, so it returns the path.
 
     Raises:
         FolderError: it cannot be written, or is a folder.

@@ -181,7 +181,7 @@ def plan_index(
         float, typer.Option(min=0.1, help="Passages that all jobs together encode in a second.")
     ] = 50.0,
 ) -> None:
-    """Print the memory, disk and hours that each kind of search index would take, by formula."""
+    """Print the memory, disk and hours that each kind of vector index would take, by formula."""
     from mcore_mas.planning.indexes import index_table
 
     for line in index_table(passages, dim, rate):
@@ -214,7 +214,9 @@ def train_run(
 
 
 def scores_file(path: Path | None) -> Path | None:
-    """Check that an evaluation can write its scores to this file; return it unchanged, as a callback of Typer.
+    """Check that an evaluation can write its scores to this file.
+
+    This is a callback of Typer, so it returns the path.
 
     Raises:
         UsageError: its name has no suffix.

@@ -114,8 +114,8 @@ class Scoreboard:
     def counts(self) -> dict[str, Any]:
         """Return the numbers of replies that are expected, overlong, cut, and failed by reason.
 
-        Overlong replies count as wrong, because their prompt was too long. Cut ones were played with a
-        prompt of which a part was left out.
+        Overlong replies, in which a prompt was too long, count as wrong and are not among the failed
+        ones. Cut ones were played with a prompt of which a part was left out.
         """
         replies = self._replies.values()
         return {

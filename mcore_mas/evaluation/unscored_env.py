@@ -14,7 +14,7 @@ from rollout.records.trajectory import Task
 UNKNOWN_ANSWERS = ("?",)
 
 _UNSCORED_STEP = Step(done=True, unscored=True)
-# Results of the optional methods that score, by method, if the environment cannot score.
+# What each optional method that scores returns if the environment cannot score.
 _UNSCORED_RESULTS = {"preview": _UNSCORED_STEP, "check": _UNSCORED_STEP, "agreement": None}
 
 
@@ -44,8 +44,8 @@ class UnscoredEnv:
     async def step(self, action: str) -> Step:
         """Take a step in the environment.
 
-        An action that the environment cannot score counts as the team's answer, and ends the task.
-        Other errors are raised.
+        An action that the environment cannot score, for which it raises Undecided or Unscorable, counts
+        as the team's answer, and ends the task. Other errors are raised.
         """
         self.latest_action = action
         step: Step = await _without_scores(self._env.step, _UNSCORED_STEP)(action)

@@ -237,7 +237,7 @@ def _make_microbatch(
     position_ids: list[Tensor] = []
     predictors: list[Tensor] = []
     packed: list[_TokenizedSample] = []
-    token_indices: list[Tensor] = []  # of each in `packed`, where its tokens are stored
+    token_indices: list[Tensor] = []  # for each sample: indices of its tokens in the micro-batch
     stored = 0
     for item in items:
         part = forest[item.first : item.end]
@@ -245,10 +245,10 @@ def _make_microbatch(
         ids = torch.empty(part.tokens, dtype=torch.int64)
         positions = torch.empty(part.tokens, dtype=torch.int64)
         members_by_leaf = by_leaf[item.first : item.end]
-        for leaf, indices, members in zip(
+        for leaf_ids, indices, members in zip(
             part.sequences, indices_by_leaf, members_by_leaf, strict=True
         ):
-            ids[indices] = leaf
+            ids[indices] = leaf_ids
             positions[indices] = torch.arange(len(indices))
             for member in members:
                 # The token before a trained token predicts it.
@@ -280,6 +280,7 @@ def _make_microbatch(
         position_ids=torch.cat(position_ids),
         predictors=torch.cat(predictors),
         labels=_tensor(labels, np.int64),
+        # index of each row's sample among all packed samples
         sequences=sample_indices.repeat_interleave(row_counts),
         routing=_routing(stored, samples, token_indices),
         masks=masks,

@@ -40,7 +40,8 @@ _TABLE_FILES = ("table.csv", "table.md")
 _TOLERANCE = (
     "ours agrees with the paper's number where the column `within` of table.csv is True: they differ "
     "by at most `tolerance`. This is the sum of half a unit of the paper's last digit and of the "
-    "distance from our number to that end of its 95 % interval over tasks which is on the paper's side"
+    "distance from our number to one end of our 95 % interval over tasks: the end towards the paper's "
+    "number"
 )
 _LICENCE = "https://spdx.org/licenses/Apache-2.0"
 _MEDIA_TYPES = {

@@ -254,7 +254,7 @@ class Suite:
         Args:
             builds_index: True: match runs whose index is built by the pipeline; False: other runs.
             links_tasks: True: match runs that link their tasks from another run and, with
-                `builds_index`, the index built for it; False: runs that make their own.
+                `builds_index`, also that run's index; False: runs that make their own.
         """
         matches = []
         for run in self.runs:

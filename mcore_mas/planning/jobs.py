@@ -112,7 +112,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
             return _evaluation_on_nodes(config, nodes, node_gpus)
         gpus = _evaluation_gpus(config, node_gpus) if device_type == "GPU" else 0
         processes = max(len(evaluated_policies(config)), gpus)
-    else:  # a cold start: one process, with the memory of two, because it trains and samples
+    else:  # a cold start: one process, which gets the memory and CPUs of two, as it trains and samples
         gpus = 1 if device_type == "GPU" else 0
         processes = 2
     return _needs_of_one_node(

@@ -220,7 +220,8 @@ def _with_tensor_parallelism(
     config: RunConfig, cluster: Cluster, tp: int, saving: _Saving
 ) -> RunConfig:
     """Return the config placed on all GPUs of the cluster, with this saving; it is not validated."""
-    # Trainers are offloaded during the rollout, and engines sleep during the update.
+    # Unless the run collects ahead, trainers are offloaded during the rollout, and engines sleep during
+    # the update.
     offloads = not config.collects_ahead
     trainer: dict[str, Any] = {
         "tp": tp,
@@ -258,7 +259,7 @@ def _with_tensor_parallelism(
 def _tensor_parallelism(config: RunConfig) -> int:
     """Return the tensor parallelism that a placement was made with.
 
-    It is the largest of its parts, because an embedded engine has 1 whatever the trainers have.
+    It is the largest `tp` of the engine and the trainers, because an embedded engine has 1 in any case.
     """
     return max(config.engine.tp, *(config.policies[policy].tp for policy in config.trained), 1)
 

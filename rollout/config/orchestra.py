@@ -36,8 +36,9 @@ class OrchestraConfig(Choice):
         Raises:
             ValueError: an agent has tools but no chats; a summariser is missing, or its template does not
                 have the slot {conversation} alone; a slot of a template is not filled; a user's
-                orchestra or a graph asks an agent that is missing; a user's orchestra never asks an
-                agent of the team; or orchestra `program` has options that do not fit the team.
+                orchestra or a graph asks an agent that is missing; a user's orchestra leaves an
+                agent of the team unasked, or calls the team or the environment wrongly; or no
+                trajectory can be played with the options of orchestra `program`.
         """
         self._check_tools(team)
         templates = {name: build_role(name, agent).user for name, agent in team.items()}

@@ -199,8 +199,8 @@ class RepositoryEnv(SandboxedEnv):
 
         rates = {kind: _pass_rate(names, passed) for kind, names in answers.names_by_kind.items()}
         solved = all(rate == 1 for rate in rates.values())
-        # The tests `fail_to_pass` must fail without the agent's patch. To check this takes another run
-        # of them, so it waits until a patch has solved the task.
+        # The tests `fail_to_pass` must fail without the agent's patch. This check runs all tests a second
+        # time, so it is made only after a patch has solved the task.
         if solved and answers.test_patch:
             await self._require_failing_tests(answers)
         done = solved or self._turns == self.max_turns

@@ -15,7 +15,7 @@ from rollout.environments.text_scores import REWARDS, AnswerReward, normalise
 from rollout.records.trajectory import Task
 
 PassageStyle = Literal["search_r1", "verl", "text", "id"]
-PASSAGE_STYLES: dict[PassageStyle, str] = {  # formats of one passage inside <information>
+PASSAGE_STYLES: dict[PassageStyle, str] = {  # formats of one passage in an observation
     "search_r1": "Doc {rank}(Title: {title}) {text}\n",
     "verl": "Doc {rank} (Title: {title})\n{text}\n\n",
     "text": "{text}\n",

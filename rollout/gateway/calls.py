@@ -74,7 +74,7 @@ class GatewayCall:
         return self.task.result()
 
     async def snapshots(self) -> AsyncIterator[ChatReply]:
-        """Yield the reply whenever it has grown, and at last the complete reply.
+        """Yield the reply as it is now, again whenever it has grown, and at last the complete reply.
 
         Raises:
             GatewayError: the task was cancelled.

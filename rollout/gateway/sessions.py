@@ -256,7 +256,10 @@ class GatewaySession:
         return self._stored_replies[reply_id]
 
     def _match(self, agent: str, request: ChatRequest) -> _Match:
-        """Find the longest beginning of the conversation that ends with a known reply, and the key of equal calls."""
+        """Find the longest beginning of the conversation that ends with a known reply.
+
+        The result also has the key that equal calls share.
+        """
         reply = None
         known_messages = 0
         digest = b""
@@ -477,7 +480,8 @@ def _chat_reply(
     text = "\n".join([after_thought(message.content), *unreadable_calls]).strip()
     if text:
         trailing_space = message.text[len(message.text.rstrip()) :]
-        # A stop such as "END\n" is found only with this space. Without a stop it is stripped again.
+        # The content of a message is stripped, its `text` is as sampled. A stop such as "END\n" is found
+        # only with the sampled space; without a stop the space is stripped again below.
         text += trailing_space
     text, stop = request.cut_at_stop(text)
     if stop is None:
@@ -485,9 +489,9 @@ def _chat_reply(
 
     reasoning = message.reasoning
     if not partial_reply.is_prefix_of(reasoning, text):
-        # Because of a late </think>, text that was already streamed now counts as thoughts. For the
-        # program it remains text. The mark stays behind it: `_conversation_digests` leaves out what
-        # precedes a mark, so the conversation is recognized when the program repeats it.
+        # Because of a late </think>, text that was already streamed now counts as thoughts. The program
+        # keeps it as text, followed by the mark. Only what follows the mark is compared in
+        # `_conversation_digests`, so a program may also drop what precedes it.
         text = f"{partial_reply.text}{THOUGHT_END}\n\n{text}"
         reasoning = partial_reply.reasoning
 

@@ -40,9 +40,9 @@ class ReplyText:
         self._renderer = renderer
         self._calls = calls
         self._stops = stops
-        # New text is searched for stops together with this many characters before it. A stop may begin
-        # in these. One that is wholly in them has not been found if the text was not known to be text
-        # then: the beginning of a reply, such as "<th", may become the mark "<think>".
+        # New text is searched for stops together with this many characters before it, because a stop may
+        # begin in these. They may also contain a whole stop that was not found before: while the reply is
+        # only "<th", it may still become "<think>", and `split_thoughts` returns no text for it.
         self._searched_chars = max(map(len, stops), default=0) + len("<think")
         self._prompt_opens_thought = renderer.prompt_end(prompt_ids).endswith(_THOUGHT_START)
         self._begin()

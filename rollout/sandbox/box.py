@@ -45,10 +45,10 @@ for name, forbidden in (
 
 
 class Sandbox(Runner):
-    """A pool of jails, each of which runs one program.
+    """A pool of jails, each of which runs one program, or the cells of one session.
 
-    Use it with `async with`, or call `close` at the end. It starts at the first run. When this
-    process ends, even if it is killed, every program ends too.
+    Use it with `async with`, which starts and closes it. Otherwise it starts at the first run; call `close`
+    at the end. When this process ends, even if it is killed, every program ends too.
 
     Attributes:
         tier: isolation in force, "" before the start.

@@ -69,7 +69,7 @@ class Jail:
         self._job_cores: list[int] = []
         self._channel = channel
         self._jobs_started = 0
-        # message about the latest job's end; None until `wait`, or a request before it, has received it
+        # message about the latest job's end; None until it has arrived, in `wait` or in an earlier request
         self._end_message: dict[str, Any] | None = None
 
     def open(self, limits: RunLimits) -> None:

@@ -17,7 +17,7 @@ from rollout.sandbox.jail import Cores, Jail
 from rollout.sandbox.records import SandboxError, SandboxUnavailable
 from rollout.sandbox.tiers import NAMESPACES, interpreter, readable_paths, site_package_folders
 
-# parent of the jobs' folders, in tiers without a separate root file system
+# where each pool makes its folder of boxes (`JailPool.boxes`), in tiers without a separate root file system
 BOXES = Path(tempfile.gettempdir())
 
 _GUEST_PARENT = Path(__file__).resolve().parent
@@ -124,7 +124,7 @@ class JailPool:
 
     @contextmanager
     def lend(self) -> Iterator[Jail]:
-        """Return a context with a jail for one job, which ends with the context.
+        """Return a context with a new jail, for one program or one session; the jail ends with the context.
 
         Raises:
             SandboxError: the zygote is gone, or cannot be cloned.

@@ -115,7 +115,7 @@ class KernelHead(torch.autograd.Function):
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
         statistics = torch.empty(4, len(labels), dtype=torch.float32, device=hidden.device)
-        logits = hidden.new_empty(0)  # what the first `del` deletes; `last_logits` without chunks
+        logits = hidden.new_empty(0)  # deleted at once, unless there are no chunks
         for chunk in chunks:
             del logits  # free the memory before the next chunk needs it
             logits = _float32_logits(hidden[chunk], weight, masks, chunk)

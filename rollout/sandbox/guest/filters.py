@@ -34,7 +34,7 @@ _RULE_PORT = 2
 _TRUNCATE_VERSION = 3  # the first with a right to truncate files
 _PORTS_VERSION = 4  # the first with rights to TCP ports
 _SCOPES_VERSION = 6  # the first that knows signals and sockets without files
-_FILE_SYSTEM_RIGHTS = {3: 15, 4: 15}  # number of rights by version; 16 from version 5 on
+_RIGHT_COUNTS = {3: 15, 4: 15}  # number of rights by version; 16 from version 5 on
 
 # --- seccomp (linux/bpf_common.h, linux/seccomp.h)
 
@@ -161,7 +161,7 @@ def confine_files(*, readable: Iterable[str], writable: Iterable[str], port: int
             "which protects files from being truncated",
         )
 
-    rights = (1 << _FILE_SYSTEM_RIGHTS.get(version, 16)) - 1
+    rights = (1 << _RIGHT_COUNTS.get(version, 16)) - 1
     rules = _create_ruleset(version, rights)
     for path in readable:
         _allow_below(rules, path, _EXECUTE | _READ_FILE | _READ_FOLDER)

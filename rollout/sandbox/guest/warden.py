@@ -406,7 +406,7 @@ def _set_limits(
 
 
 def main() -> None:
-    """Run the zygote, which serves the host and is cloned for every job.
+    """Run the zygote, which serves the host and is cloned for every warden.
 
     The zygote is inside of the isolation, and has imported the modules of this package. It never
     sees a program, its input or its output: these are open files that go directly to the job, so
