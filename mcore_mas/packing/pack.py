@@ -280,7 +280,7 @@ def _make_microbatch(
         position_ids=torch.cat(position_ids),
         predictors=torch.cat(predictors),
         labels=_tensor(labels, np.int64),
-        # index of each row's sample among all packed samples
+        # index of each row's sample among the samples given to `pack`
         sequences=sample_indices.repeat_interleave(row_counts),
         routing=_routing(stored, samples, token_indices),
         masks=masks,

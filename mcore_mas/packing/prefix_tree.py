@@ -53,7 +53,10 @@ class PrefixForest:
         )
 
     def segments(self) -> tuple[list[Segment], list[Tensor]]:
-        """Return the segments depth first, and the indices of each sequence's tokens in their concatenation."""
+        """Return the segments depth first.
+
+        Also return, for each sequence, the indices of its tokens in the concatenated segments.
+        """
         segments: list[Segment] = []
         token_indices: list[Tensor] = []
         stored = 0

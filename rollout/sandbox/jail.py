@@ -188,7 +188,7 @@ class Jail:
             raise SandboxError(f"the warden of a job is gone ({error.strerror})") from error
 
     async def _request(self, message: dict[str, Any], files: Sequence[int] = ()) -> _Answer:
-        """Send a request and return its answer; store the report on a job that comes before it."""
+        """Send a request and return its answer; store the message about the job's end if it comes first."""
         self._send(message, files)
         try:
             async with asyncio.timeout(_ANSWER_S):

@@ -56,7 +56,7 @@ class Warden:
         self._kill_reason = ""
         self._earlier_cpu_s = 0.0  # CPU time of earlier jobs
         # Descriptor of a /proc in which this process watches the memory of the process tree; -1 if a
-        # control group limits it, or in the other tiers.
+        # control group limits it, or if the tier is not "namespaces".
         self._watched_proc = -1
 
         self._commands: dict[str, Callable[..., None]] = {
@@ -175,6 +175,8 @@ class Warden:
 
     def _open_box(self, files: list[int], limits: dict[str, Any], cores: list[int]) -> None:
         """Take the limits and the cores of this warden's jobs, and enter their box.
+
+        In the tier "namespaces", the box is mounted here.
 
         Args:
             files: descriptors that came with the command; this command has none.
