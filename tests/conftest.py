@@ -122,7 +122,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def measures_learning(request: pytest.FixtureRequest) -> None:
-    """Skip a test of scores after a training without --learning; they depend on the processor's rounding."""
+    """Skip a test, unless --learning is given, of the scores that a training reaches.
+
+    Such scores depend on the processor's rounding.
+    """
     if not request.config.getoption("--learning"):
         pytest.skip("trains for minutes; `make test-learning` runs it")
 

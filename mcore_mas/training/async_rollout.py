@@ -297,7 +297,7 @@ class AsyncRollouts:
             rewarded = [allocate(group) for group in groups]
         except (Exception, SystemExit) as error:  # asyncio would end the event loop at sys.exit
             trajectories = all_trajectories([*earlier_groups, *groups])
-            # This batch has no rewards, so it is not counted: a restart collects it again.
+            # This batch is not counted, so that a restart does not take it for rewarded.
             await self._write(step, trajectories, batches=earlier_batches, complete=False)
             message = str(error) if isinstance(error, RewardError) else self._reward_failure(error)
             raise TrainingError(

@@ -35,8 +35,8 @@ class Watchdog:
     A collection that queues behind another is not a stall: the end of any call, tool or trajectory
     is progress. After `quiet_s` without progress, the watchdog reports one line for each of the
     `shown` trajectories that have waited longest. It reports again after twice that time, four
-    times, and so on, until something ends. If the event
-    loop itself is blocked, a thread reports that, at the same intervals.
+    times, and so on, until something ends. If the event loop itself is blocked, a thread reports that,
+    at the same intervals.
     """
 
     def __init__(self, quiet_s: float, report: Callable[[str], None], *, shown: int = 5) -> None:

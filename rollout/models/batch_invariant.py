@@ -1,8 +1,8 @@
 """Matrix products and attention whose result for a token does not depend on its batch (float32, CPU).
 
-An engine decodes one token of each sequence at a time, while a trainer computes whole sequences. Matrix libraries
-sum products of different sizes in different orders, so engine and trainer get log-probabilities
-that differ in their last bits. However, in a product of at least `MIN_ROWS` rows, MKL gives each row
+An engine decodes one token of each sequence at a time, while a trainer computes whole sequences.
+Matrix libraries sum products of different sizes in different orders, so engine and trainer get
+log-probabilities that differ in their last bits. However, in a product of at least `MIN_ROWS` rows, MKL gives each row
 the same bits whatever the other rows are; and in a product that sums at most `MAX_TERMS` terms,
 further terms that are zero do not change the bits of the sum. Every product here has at least
 `MIN_ROWS` rows. Attention's sum over keys, which may contain such zeros, is made of parts of at most

@@ -96,10 +96,9 @@ class KernelHead(torch.autograd.Function):
     [N, hidden]. `weight` is [columns with padding, hidden]: the rows of the head that this rank holds,
     each of which gives one column of the rank's logits. `columns` is the number of these columns without
     padding, and `labels` are counted from the first of them. `is_embedding` is True if the weight is also
-    the embedding of this pipeline stage. `chunks` are the row ranges that are
-    computed together. `masks` are the rows' `ColumnMasks`, or None. The gradient of the weight is added
-    to Megatron's float32 buffer, if there is one. Logits are float32, and never rounded to the factors'
-    bfloat16.
+    the embedding of this pipeline stage. `chunks` are the row ranges that are computed together. `masks`
+    are the rows' `ColumnMasks`, or None. The gradient of the weight is added to Megatron's float32
+    buffer, if there is one. Logits are float32, and never rounded to the factors' bfloat16.
     """
 
     @staticmethod

@@ -141,8 +141,8 @@ def confine_program(*, readable: Iterable[str], writable: Iterable[str], port: i
 def confine_files(*, readable: Iterable[str], writable: Iterable[str], port: int = 0) -> None:
     """Let this process and its children open only files at or below these paths, and /dev/null.
 
-    If the kernel's Landlock can, it also refuses TCP connections, and signals and abstract sockets that
-    lead to other processes.
+    If the kernel's Landlock can, it also refuses TCP connections other than to `port`, and signals and
+    abstract sockets that lead to other processes.
 
     Args:
         readable: paths below which files may be read and executed.
