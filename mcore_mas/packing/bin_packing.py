@@ -102,7 +102,10 @@ class _WorkEstimator:
         self._cost = cost
 
     def item(self, first: int, end: int) -> PackingItem:
-        """Return the item of sequences [first, end), with a copy of the prefix that its predecessor shares with it."""
+        """Return the item of sequences [first, end).
+
+        It includes a copy of the prefix that sequence `first` shares with the sequence before it.
+        """
         prefix = self._shared[first]
         tokens = self._tokens[end] - self._tokens[first] + prefix
         pairs = self._pairs[end] - self._pairs[first] + _causal_pairs(prefix)

@@ -26,7 +26,7 @@ class _TokenizedSample:
     """A sample and the L tokens that must be computed: all tokens before its last trained token.
 
     Attributes:
-        index: index of the sample among the packed samples.
+        index: index of the sample among those given to `pack`.
         sample: the sample.
         tokens: [L] int64.
         trained: indices of the trained tokens in the completion.
@@ -228,7 +228,8 @@ def _make_microbatch(
     Args:
         agent: name of the agent that produced the sequences.
         forest: prefix forest of the agent's sequences.
-        by_leaf: for each sequence of the forest, the samples whose tokens are a prefix of it.
+        by_leaf: for each sequence of the forest, the samples assigned to it. Each sample is assigned to one sequence
+            that starts with its tokens.
         items: ranges of the forest's sequences.
         grammars: grammars of the model, needed if a sample has a grammar.
     """

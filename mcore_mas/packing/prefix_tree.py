@@ -29,8 +29,8 @@ class PrefixForest:
 
     Attributes:
         sequences: each [tokens] int64.
-        shared: [n] number of first tokens that a sequence shares with its predecessor; 0 for the
-            first sequence.
+        shared: [n] number of first tokens that are stored once for a sequence and its predecessor; 0 for the first
+            sequence. Their longest common prefix may have more tokens.
     """
 
     sequences: Sequence[Tensor]
