@@ -82,7 +82,8 @@ class JailPool:
             "packages": site_package_folders(),
         }
         self._channel, zygote_end = wire.pair()
-        # -s -P -S: no user packages, no working folder and no .pth files on the import path
+        # -s -P: neither the user's packages nor the working folder on the import path. -S: no `site`, which would run
+        # .pth files; the zygote adds the folders of `packages` itself.
         python = [interpreter(), "-s", "-P", "-S", "-c", _START_ZYGOTE]
         arguments = [str(_GUEST_PARENT), str(zygote_end.fileno()), json.dumps(settings)]
         with zygote_end:
