@@ -160,6 +160,7 @@ def train_here(workload: Workload, options: Options, *, bf16: bool) -> Training:
     """Take a step of this project's training for each `next`."""
     shape = workload.shape
     prompts = workload.prompts
+    answer = "0"  # the environment needs one; the reward does not use its outcome
     precision = "bfloat16" if bf16 else "float32"
     # Tokens of a rank's share of a step; a prompt is stored once for its group.
     rank_tokens = TASKS // options.ranks * (shape.prompt + GROUP * shape.reply)
@@ -167,9 +168,9 @@ def train_here(workload: Workload, options: Options, *, bf16: bool) -> Training:
         [mm.AgentSpec("writer", user="{problem}", settings={"max_tokens": shape.reply})],
         answer_once,
         tasks={
-            "train": [(prompt, "") for prompt in prompts],
-            "validation": [(prompts[0], "")],
-            "test": [(prompts[0], "")],
+            "train": [(prompt, answer) for prompt in prompts],
+            "validation": [(prompts[0], answer)],
+            "test": [(prompts[0], answer)],
         },
         policies={"shared": {"model": str(workload.model), "bf16": bf16}},
         reward=reward_odd_sum,
