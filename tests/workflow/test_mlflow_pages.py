@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import os
 import re
 import subprocess
@@ -146,14 +147,23 @@ def test_two_runs_are_compared_agent_by_agent(
     assert "seed 1 2" in text
     # Values of the last step, worked out by hand: the rewards are 0.2 + 0.02 * 19 + 0.1 * seed;
     # 20 minutes on two devices are 0.667 hours.
-    names = (
-        "achieved/reward achieved/accuracy "
-        "agent/solver/reward_mean "
-        "agent/verifier/reward_mean cost/gpu_hours"
-    )
-    values = "0.68 0.78 0.825 0.875 0.67 0.77 0.48 0.58 0.667 0.667"
-    metrics = text[text.index("Metrics Show diff only") :]
-    assert metrics.index(names) < metrics.index(values)
+    expected = {
+        "achieved/reward": ("0.68", "0.78"),
+        "achieved/accuracy": ("0.825", "0.875"),
+        "agent/solver/reward_mean": ("0.67", "0.77"),
+        "agent/verifier/reward_mean": ("0.48", "0.58"),
+        "cost/gpu_hours": ("0.667", "0.667"),
+    }
+    compared = compared_metrics(text)
+    assert {name: compared[name] for name in expected} == expected
+
+
+def compared_metrics(text: str) -> dict[str, tuple[str, str]]:
+    """Return each metric's values in two runs: the page lists all names in any order, then two values for each."""
+    words = text.partition("Metrics Show diff only ")[2].split()
+    names = list(itertools.takewhile(lambda word: "/" in word, words))
+    values = words[len(names) : 3 * len(names)]
+    return dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
 
 
 def test_a_trajectory_is_listed_with_the_rewards_and_advantages_of_its_agents(
