@@ -525,7 +525,7 @@ def test_the_pages_commands_start_a_cluster_that_trains_and_end_it(tmp_path: Pat
         tmp_path,
         *SETTINGS,
         "+cluster.address=auto",
-        "+cluster.nodes.verifier={rollout: small}",
+        "+cluster.nodes.verifier={train: small}",
         "policies.solver.tp=1",
         "trainer.steps=1",
     )
