@@ -312,8 +312,13 @@ def scoring_body(reply: ScoredReply, *, adapter: str | None = None) -> dict[str,
     return body
 
 
-def parse_scores(answer: Mapping[str, Any], reply: ScoredReply) -> list[float]:
+def parse_scores(answer: Mapping[str, Any], reply: ScoredReply, vocab: int) -> list[float]:
     """Return the log-probabilities of a reply's tokens in the answer to a request with `scoring_body`.
+
+    Args:
+        answer: answer of the server.
+        reply: reply that is scored.
+        vocab: size of the model's vocabulary.
 
     Raises:
         EngineError: a token has no log-probability, or the entries are of other tokens.
@@ -321,7 +326,9 @@ def parse_scores(answer: Mapping[str, Any], reply: ScoredReply) -> list[float]:
     # An entry is [log-probability, token id, text].
     size = len(reply.completion_ids)
     entries = (answer["meta_info"].get("input_token_logprobs") or [])[-size:]
-    if [entry[1] for entry in entries] != list(reply.completion_ids):
+    # SGLang writes 0 for the id of the vocabulary's last token, beside that token's log-probability.
+    expected_ids = [0 if token == vocab - 1 else token for token in reply.completion_ids]
+    if [entry[1] for entry in entries] != expected_ids:
         raise EngineError(f"SGLang gave no log-probabilities of the {size} tokens to score")
     logprobs = [entry[0] for entry in entries]
     if None in logprobs:  # JSON has no NaN

@@ -172,7 +172,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 answer = await self._generate(body, "", None)
             except ServerLeft:
                 continue  # another server gets the request
-            return parse_scores(answer, reply)
+            return parse_scores(answer, reply, self.settings.vocab)
 
     async def _generate(
         self, body: dict[str, Any], session: str, on_tokens: TokenCallback | None

@@ -220,9 +220,23 @@ def test_the_entry_of_the_prompts_last_token_is_not_a_score() -> None:
     reply = ScoredReply(prompt_ids=[5, 6], completion_ids=[7, 8])
     entries = [[None, 6, None], [-1.0, 7, None], [-2.0, 8, None]]
     answer: dict[str, Any] = {"meta_info": {"input_token_logprobs": entries}}
-    assert parse_scores(answer, reply) == [-1.0, -2.0]
+    assert parse_scores(answer, reply, vocab=96) == [-1.0, -2.0]
     entries[2][0] = None
     with pytest.raises(EngineError, match="no log-probability for token 1 of a reply"):
-        parse_scores(answer, reply)
+        parse_scores(answer, reply, vocab=96)
     with pytest.raises(EngineError, match="no log-probabilities of the 2 tokens"):
-        parse_scores({"meta_info": {}}, reply)
+        parse_scores({"meta_info": {}}, reply, vocab=96)
+
+
+def test_the_id_0_stands_for_the_vocabularys_last_token_and_other_ids_are_refused() -> None:
+    reply = ScoredReply(prompt_ids=[5, 6], completion_ids=[7, 95])
+    entries = [[None, 6, None], [-1.0, 7, None], [-2.0, 0, None]]
+    answer: dict[str, Any] = {"meta_info": {"input_token_logprobs": entries}}
+    assert parse_scores(answer, reply, vocab=96) == [-1.0, -2.0]
+    # A token outside of the vocabulary is written as 0 too, and has no log-probability of its own.
+    outside = ScoredReply(prompt_ids=[5, 6], completion_ids=[7, 96])
+    with pytest.raises(EngineError, match="no log-probabilities of the 2 tokens"):
+        parse_scores(answer, outside, vocab=96)
+    entries[2][1] = 8
+    with pytest.raises(EngineError, match="no log-probabilities of the 2 tokens"):
+        parse_scores(answer, reply, vocab=96)
