@@ -80,7 +80,13 @@ def start(options: Options) -> None:
 
     began = time.perf_counter()
     gpus = 1 if options.device == "cuda" else 0
-    ray.init(num_cpus=2, num_gpus=gpus, include_dashboard=False, object_store_memory=256 << 20)
+    ray.init(
+        address="local",  # else a Ray that runs on this machine would be joined
+        num_cpus=2,
+        num_gpus=gpus,
+        include_dashboard=False,
+        object_store_memory=256 << 20,
+    )
     sees_gpu = ray.remote(num_gpus=gpus)(torch.cuda.is_available)
     visible = ray.get(sees_gpu.remote(), timeout=30)
     say(
