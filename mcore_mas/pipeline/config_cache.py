@@ -89,11 +89,12 @@ class ConfigCache:
         """Return the files of the user's modules that this process has imported."""
         files = []
         for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in PACKAGES:
+            file = getattr(module, "__file__", None)
+            if not isinstance(file, str) or not file.startswith(self._code_prefixes):
                 continue
-            file = str(getattr(module, "__file__", None) or "")
-            installed = f"{os.sep}site-packages{os.sep}" in file
-            if file.startswith(self._code_prefixes) and not installed:
+            is_ours = name.partition(".")[0] in PACKAGES
+            is_installed = f"{os.sep}site-packages{os.sep}" in file
+            if not is_ours and not is_installed:
                 files.append(file)
         return files
 
