@@ -9,6 +9,7 @@ from pathlib import Path
 # Runs from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import mcore_mas  # noqa: F401  sets the garbage collector's threshold, as in a training
 from benchmarks.support.result import print_result
 from rollout.engines import EngineClient
 from rollout.environments.protocol import Step

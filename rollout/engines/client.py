@@ -58,12 +58,11 @@ class EngineClient:
         prompt_limit = None
         if self.max_length is not None:
             prompt_limit = self.max_length - sampling.max_tokens
-        sampling = replace(sampling, stop=self.renderer.stop)
-
         if chat is None:
             shown, prompt_ids = fit_prompt(
                 self.renderer, messages, prompt_limit, self.overlong_prompts
             )
+            sampling = replace(sampling, stop=self.renderer.stop)
             completion = await self._sample(prompt_ids, sampling)
             return PolicyReply(
                 text=self.renderer.decode(completion.token_ids),
@@ -79,7 +78,10 @@ class EngineClient:
                 f"and there is room for {prompt_limit}"
             )
         sampling = replace(
-            sampling, grammar=self._grammar(prompt_ids, chat), candidates=chat.candidates
+            sampling,
+            stop=self.renderer.stop,
+            grammar=self._grammar(prompt_ids, chat),
+            candidates=chat.candidates,
         )
         completion = await self._sample_in_chat(prompt_ids, sampling, chat)
         return PolicyReply(

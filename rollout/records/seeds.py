@@ -12,5 +12,5 @@ def derive_seed(*path: int | str) -> int:
     Args:
         path: position of the choice, for example (run seed, step, task, sample, agent, turn).
     """
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in path)
+    text = "\x1f".join([f"{type(part).__name__}:{part}" for part in path])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -334,7 +334,8 @@ class Turn:
     grammar: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        clean_fields(self, "text")
+        if not self.text.isascii():
+            clean_fields(self, "text")
 
     @property
     def new_messages(self) -> tuple[Message, ...]:

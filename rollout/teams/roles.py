@@ -62,8 +62,12 @@ class Role:
         Raises:
             KeyError: the template has a slot that was not given.
         """
-        texts = (("system", self.system), ("user", self.user.format(**slots)))
-        return tuple([Message(role=role, content=content) for role, content in texts if content])
+        messages = []
+        if self.system:
+            messages.append(Message(role="system", content=self.system))
+        if text := self.user.format(**slots):
+            messages.append(Message(role="user", content=text))
+        return tuple(messages)
 
 
 ROLES: dict[str, Role] = {}  # registered roles by name

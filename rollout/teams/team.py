@@ -121,8 +121,8 @@ class TeamSession:
         self._team = team
         self._seed_path = seed_path
         self._name = "/".join(map(str, seed_path))
-        # Turns by index. Their rounds, and the scores that are set after a turn is recorded, are
-        # stored separately; `turns` returns the turns with both.
+        # Turns by index. Branches of a tree share turns, and each has its own rounds and scores of
+        # them. These are therefore stored separately, and `turns` returns the turns with both.
         self._turns: dict[int, Turn] = {}
         self._rounds: dict[int, int] = {}  # number of the round, by turn
         self._calls_begun = 0  # also the index of the next turn
@@ -138,11 +138,19 @@ class TeamSession:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns so far with their scores, in the order of their calls."""
-        return tuple(
-            replace(turn, round=self._rounds[index], scores=self.scores[index])
-            for index, turn in sorted(self._turns.items())
-        )
+        """The turns so far with their rounds and scores, in the order of their calls."""
+        return tuple(self._scored_turn(index) for index in sorted(self._turns))
+
+    def _scored_turn(self, index: int) -> Turn:
+        """Return a turn with its round and its present scores."""
+        turn = self._turns[index]
+        round_number = self._rounds[index]
+        scores = self.scores[index]
+        # Most turns have them already, and a copy would take a tenth of the time that the session
+        # takes for a turn.
+        if turn.round == round_number and turn.scores == scores:
+            return turn
+        return replace(turn, round=round_number, scores=scores)
 
     @property
     def last_turn(self) -> Turn | None:
@@ -156,7 +164,7 @@ class TeamSession:
         return self.last_turn if index is None else self._turns[index]
 
     def turn(self, index: int) -> Turn:
-        """Return the turn of this index, without its round and scores that were set later (see `turns`)."""
+        """Return the turn of this index; in a branch, its round and scores may be those of another branch."""
         return self._turns[index]
 
     def token_texts(self, turn: Turn) -> list[str]:
@@ -289,15 +297,22 @@ class TeamSession:
             self._round_turns.clear()
             self._stepped = False
             self._round += 1
+        scores = self._scores_of(turn)
+        if turn.messages != call.messages:  # the engine client has cut the messages to fit
+            scores["cut"] = 1.0
         self._turns[call.index] = turn
         self._latest_turn[task] = call.index
         self._rounds[call.index] = self._round
         self._round_turns.append(call.index)
-
-        scores = dict(turn.scores)
-        if turn.messages != call.messages:  # the engine client has cut the messages to fit
-            scores["cut"] = 1.0
         self.scores[call.index] = scores
+
+    def _scores_of(self, turn: Turn) -> dict[str, float]:
+        """Return the mapping to which the later scores of a new turn are added.
+
+        It is the turn's own, because only this session has the turn.
+        """
+        assert isinstance(turn.scores, dict)
+        return turn.scores
 
     def count_tool_call(self, agent: str) -> int:
         """Count a tool call of an agent; return its number, from 1."""
@@ -420,7 +435,15 @@ class TeamSession:
         self.replies[seed] = RecordedReply(messages=call.messages, reply=policy_reply)
         with DefectGuard(f"parser of role {agent.role.name}"):
             agent_reply = _agent_reply(call, policy_reply)
-        turn = _turn(call, policy_reply, agent_reply, node=node, seed=seed, started_s=started_s)
+        turn = _turn(
+            call,
+            policy_reply,
+            agent_reply,
+            round_number=self._round + 1 if self._stepped else self._round,
+            node=node,
+            seed=seed,
+            started_s=started_s,
+        )
         return turn, agent_reply
 
 
@@ -486,6 +509,7 @@ def _turn(
     policy_reply: PolicyReply,
     agent_reply: AgentReply,
     *,
+    round_number: int,
     node: str,
     seed: int,
     started_s: float,
@@ -493,14 +517,17 @@ def _turn(
     """Return the record of a turn; scores that are 0 are left out."""
     agent = call.agent
     completion = policy_reply.completion
-    scores = {
-        "tool_calls": float(len(agent_reply.calls)),
-        "malformed_calls": float(len(agent_reply.problems)),
-        "root": float(policy_reply.root),
-    }
+    scores: dict[str, float] = {}
+    if agent_reply.calls:
+        scores["tool_calls"] = float(len(agent_reply.calls))
+    if agent_reply.problems:
+        scores["malformed_calls"] = float(len(agent_reply.problems))
+    if policy_reply.root:
+        scores["root"] = 1.0
     is_usable = bool(agent_reply.calls) or agent_reply.value is not None
     return Turn(
         index=call.index,
+        round=round_number,
         agent=agent.name,
         policy=agent.policy,
         policy_version=completion.versions[-1].version,
@@ -519,7 +546,7 @@ def _turn(
         seed=seed,
         started_s=started_s,
         took_s=time.time() - started_s,
-        scores={name: value for name, value in scores.items() if value},
+        scores=scores,
         chat=call.chat.id if call.chat else "",
         masked=not policy_reply.trainable,
         routing=completion.routing,
@@ -566,9 +593,9 @@ def _agent_reply(call: Call, reply: PolicyReply) -> AgentReply:
 
 def _digest(messages: tuple[Message, ...]) -> str:
     """Return a digest of messages, as 16 hexadecimal digits."""
-    # The lengths keep apart messages whose texts would be equal when joined.
-    parts = [
-        f"{len(message.role)}:{message.role}{len(message.text)}:{message.text}"
-        for message in messages
-    ]
-    return hashlib.blake2b("".join(parts).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for message in messages:
+        role, text = message.role, message.text
+        # The lengths keep apart messages whose texts would be equal when joined.
+        digest.update(f"{len(role)}:{role}{len(text)}:{text}".encode())
+    return digest.hexdigest()

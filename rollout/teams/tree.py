@@ -275,6 +275,10 @@ class BranchSession(TeamSession):
         seeds = [turn.seed for _, turn in sorted(self._turns.items())]
         return str(derive_seed(*seeds)) if seeds else ""
 
+    def _scores_of(self, turn: Turn) -> dict[str, float]:
+        """Return a copy of a new turn's scores: other branches have the same turn, with other scores."""
+        return dict(turn.scores)
+
     async def _ask(self, call: Call, node: str = "") -> TurnReply:
         """Open a call, and wait for its answer, which `Branch` hands over."""
         answer: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
