@@ -121,8 +121,9 @@ class TeamSession:
         self._team = team
         self._seed_path = seed_path
         self._name = "/".join(map(str, seed_path))
-        # Turns by index. Branches of a tree share turns, and each has its own rounds and scores of
-        # them. These are therefore stored separately, and `turns` returns the turns with both.
+        # Turns by index. Branches of a tree share turns, but have their own rounds and scores of them.
+        # Therefore `_rounds` and `scores` hold those of this session, and `turns` returns the turns
+        # with them. Outside of a tree, a turn's mapping in `scores` is the turn's own.
         self._turns: dict[int, Turn] = {}
         self._rounds: dict[int, int] = {}  # number of the round, by turn
         self._calls_begun = 0  # also the index of the next turn
@@ -164,7 +165,10 @@ class TeamSession:
         return self.last_turn if index is None else self._turns[index]
 
     def turn(self, index: int) -> Turn:
-        """Return the turn of this index; in a branch, its round and scores may be those of another branch."""
+        """Return the turn of this index.
+
+        In a branch it has the round of the branch that sampled it, and no later scores (see `turns`).
+        """
         return self._turns[index]
 
     def token_texts(self, turn: Turn) -> list[str]:
