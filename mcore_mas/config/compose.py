@@ -249,7 +249,7 @@ def _names(chosen: Any) -> list[Any]:
 
 @cache
 def _overrides_parser() -> OverridesParser:
-    """Return Hydra's parser of overrides; to create it takes a third of the time of an override."""
+    """Return Hydra's parser of overrides; creating it for each override would take a third of the parsing time."""
     return OverridesParser.create()
 
 
