@@ -71,7 +71,7 @@ def fork_processes(patch: pytest.MonkeyPatch) -> None:
     """
     from ray._private import ray_constants, services
 
-    os.environ[_AGENTS_READ_A_PIPE] = "1"
+    patch.setenv(_AGENTS_READ_A_PIPE, "1")
     patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", SCRIPT)
     patch.setattr(
         services,
@@ -80,12 +80,12 @@ def fork_processes(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def listen() -> socket.socket:
-    """Return a socket whose name the script reads from this process's environment."""
+def listen(patch: pytest.MonkeyPatch) -> socket.socket:
+    """Return a socket whose name `patch` puts into this process's environment, where the script reads it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")  # the kernel chooses a name
     listener.listen(64)
-    os.environ[VARIABLE] = listener.getsockname()[1:].decode()
+    patch.setenv(VARIABLE, listener.getsockname()[1:].decode())
     return listener
 
 

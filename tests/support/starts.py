@@ -126,7 +126,7 @@ class _Start:
 def forked_ray_workers() -> Iterator[None]:
     """Let the Rays that this process starts in this block fork their workers."""
     preload()
-    with ray_forks.listen() as listener, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ray_forks.listen(patch) as listener:
         server = multiprocessing.get_context("forkserver").Process(
             target=ray_forks.serve, args=(listener,)
         )
@@ -144,8 +144,9 @@ def _start_fork_helper() -> None:
     """Fork a helper process from this one, and let `subprocess.Popen` and Ray start programs from it."""
     global _fork_helper
     _fork_helper, requests = multiprocessing.Pipe()
-    ray_workers = ray_forks.listen()
-    ray_forks.fork_processes(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    ray_workers = ray_forks.listen(patch)
+    ray_forks.fork_processes(patch)
     subprocess.Popen = Forked  # type: ignore[misc]
     if os.fork():
         requests.close()

@@ -12,6 +12,8 @@ import pytest
 from ray._private import worker as ray_worker
 
 from mcore_mas.runtime.local_ray import KEEP_PAGES, remove_ray_excepthook
+from tests.support import ray_forks
+from tests.support.ray_worker import VARIABLE
 
 _COUNT_PAGE_FAULTS = """
 import json, os, resource
@@ -266,3 +268,11 @@ def test_uncaught_errors_are_printed_by_python_or_by_the_users_hook(
     monkeypatch.setattr(sys, "excepthook", print_briefly)
     remove_ray_excepthook()
     assert sys.excepthook is print_briefly
+
+
+def test_later_rays_do_not_look_for_the_forks_of_an_earlier_test() -> None:
+    before = dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch, ray_forks.listen(patch) as listener:
+        ray_forks.fork_processes(patch)
+        assert os.environ[VARIABLE].encode() == listener.getsockname()[1:]
+    assert os.environ == before
