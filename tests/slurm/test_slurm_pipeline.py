@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from rollout.base.failpoints import FAILPOINTS
 from rollout.records.files import read_trajectories
 from tests.slurm.cluster import GPUS, Slurm, wait_until
 from tests.support.run_folder import make_run
@@ -618,7 +619,9 @@ def test_ctrl_c_cancels_the_jobs_of_a_pipeline_and_the_same_command_continues(
     cluster: Slurm, tmp_path: Path
 ) -> None:
     run, arguments = write_page_suite(tmp_path, "trainer.steps=6")
-    pipeline = start_snakemake(cluster, tmp_path, *arguments)
+    # Slow steps, so that the job still trains when it is cancelled
+    variables = {FAILPOINTS: "metrics.written=sleep:5"}
+    pipeline = start_snakemake(cluster, tmp_path, *arguments, **variables)
     wait_while_running(pipeline, lambda: 1 in finished_steps(run))
     pipeline.send_signal(signal.SIGINT)
     _, stderr = pipeline.communicate(timeout=300)
